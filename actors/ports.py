@@ -1,0 +1,217 @@
+"""The protocols that actors need from the outside: transports, clock, metrics.
+
+Who calls it: ingress talks to a `Source` and its `Delivery` objects, egress to a `Sink`;
+`pipeline/transports/` implements them; tests implement them in memory.
+What must stay true: nine verbs on three objects. `settle` and `release` only mark (sync,
+idempotent, first call wins); the transport batches the commit. Commit-up-to semantics never leak
+in here, and "dead letter" is no verb: publish to the dead-letter destination, then settle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class SourceClosed(Exception):
+    """`receive` after `stop_intake`: nothing more will be handed out."""
+
+
+class PublishError(Exception):
+    """The broker did not take a record. `retryable` says whether the same record may pass later."""
+
+    def __init__(self, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class RecordTooLargeForBroker(PublishError):
+    """The record exceeds what the destination takes; it will never pass as it is."""
+
+    def __init__(self, message: str, *, limit_bytes: int | None, given_bytes: int) -> None:
+        super().__init__(message, retryable=False)
+        self.limit_bytes = limit_bytes
+        self.given_bytes = given_bytes
+
+
+class Deadline:
+    """One monotonic budget shared by every step of an operation (shutdown, a revoke callback)."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, budget_s: float, *, now: float | None = None) -> None:
+        self.at = (time.monotonic() if now is None else now) + budget_s
+
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+class Delivery(Protocol):
+    """One record as handed out by a transport, with the right to settle it.
+
+    body            record bytes; None is a Kafka tombstone (b"" is not)
+    headers         names in lower case -> values as bytes; never None
+    key             Kafka key decoded as UTF-8 (replacing), or None
+    default_id      request id when neither header nor body names one: Kafka key, else
+                    "<topic>-<partition>-<offset>"; Redis entry id; a uuid in process
+    attempt         1-based delivery count, as far as the transport can know
+    received_at     time.monotonic() at receipt
+    origin          where it came from, for logs and dead letters:
+                    {"transport","topic","partition","offset"} or {"transport","stream","id"}
+    """
+
+    @property
+    def body(self) -> bytes | None: ...
+    @property
+    def headers(self) -> Mapping[str, bytes]: ...
+    @property
+    def key(self) -> str | None: ...
+    @property
+    def default_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def received_at(self) -> float: ...
+    @property
+    def origin(self) -> Mapping[str, str | int]: ...
+
+    def settle(self) -> None:
+        """Finished for good: the reply is durable; never give it to anybody again."""
+        ...
+
+    def release(self, reason: str) -> None:
+        """Hand it back: it is delivered again (here after a back-off, or to another member)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    """connected: the broker answers and intake is possible. detail: one line for `/ready`."""
+
+    connected: bool
+    detail: str = ""
+    in_flight: int = 0  # handed out and neither settled nor released
+    buffered: int = 0  # fetched, not yet handed out
+
+
+class Source(Protocol):
+    """Where requests come from."""
+
+    async def open(self) -> None:
+        """Connect; create group and topics where configured. Raises `ConnectionError` with a one-line remedy."""
+        ...
+
+    async def run(self) -> None:
+        """The transport's own loop (polling while paused, leases, commits, reconnects).
+
+        Started by the supervisor as a task right after `open`; returns after `aclose`. Reconnects
+        by itself with back-off; raises only when going on would lose or repeat work silently.
+        """
+        ...
+
+    async def receive(self) -> list[Delivery]:
+        """At least one delivery; waits for it. Safe to cancel: nothing is lost.
+
+        Raises `SourceClosed` after `stop_intake` (a bounded file source: when it is exhausted).
+        """
+        ...
+
+    def pause(self) -> None:
+        """Stop fetching without leaving the group. Idempotent."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def stop_intake(self) -> None:
+        """No delivery is handed out any more; held ones can still be settled. Fetched but not
+        handed-out records go back."""
+        ...
+
+    async def flush(self, deadline: Deadline) -> None:
+        """Make every settle so far durable (commit, XACK), within the budget."""
+        ...
+
+    async def aclose(self) -> None:
+        """Leave the group and disconnect, in bounded time. Unsettled deliveries are left to others."""
+        ...
+
+    def status(self) -> SourceStatus: ...
+
+
+class Sink(Protocol):
+    """Where replies and dead letters go. Destinations are names the transport understands:
+    a topic on Kafka; ``stream:NAME`` or ``list:NAME`` on Redis."""
+
+    max_record_bytes: int | None
+    """Largest record (body plus headers) the destination takes, None when unbounded: egress splits above it."""
+    dead_letter_destination: str
+
+    def default_destination(self, request_id: str) -> str:
+        """Where a reply goes when the request names no `reply_to`."""
+        ...
+
+    def check_destination(self, destination: str) -> str | None:
+        """None when a request may name this `reply_to`, else the reason in plain words.
+
+        Applies the allow-list, the transport's syntax, and refuses sources and dead letters (a
+        reply must never become a request).
+        """
+        ...
+
+    async def publish(
+        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+    ) -> None:
+        """Returns only when the broker has the record. Raises `PublishError`."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Time, injected so that tests own it."""
+
+    def monotonic(self) -> float:
+        """Seconds; for intervals."""
+        ...
+
+    def epoch_ms(self) -> int:
+        """Milliseconds since 1970; only for `deadline_ms`."""
+        ...
+
+
+class SystemClock:
+    """The real clock."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def epoch_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+class Metrics(Protocol):
+    """Counters, gauges and histograms by name. Implementations never raise into an actor."""
+
+    def count(self, name: str, value: float = 1.0, **labels: str) -> None: ...
+    def gauge(self, name: str, value: float, **labels: str) -> None: ...
+    def observe(self, name: str, value: float, **labels: str) -> None: ...
+
+
+class NoMetrics:
+    """Metrics that go nowhere: unit tests and one-off runs."""
+
+    def count(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Dropped."""
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Dropped."""
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Dropped."""
