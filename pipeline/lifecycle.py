@@ -1,0 +1,175 @@
+"""How the service stops: signals become a plan, the plan becomes an exit status.
+
+    first SIGTERM or SIGINT    drain: stop intake, finish, publish, settle, within one `Deadline`
+    second signal              force: give up what is held (it is delivered again) and leave
+    two seconds later          the process ends whatever still blocks
+
+Who calls it: the CLI makes a `StopSignal` and watches signals with `watch_signals`; `pipeline.app`
+waits on it and returns an `ExitStatus`; every operator-facing error derives from `OperatorError`.
+What must stay true: `StopSignal` works without signals, threads or a running loop until somebody
+waits on it; the drain budget starts at the first request to stop and is never extended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+from typing import Literal
+
+from actors.ports import Deadline
+
+FORCE_GRACE_S = 2.0
+"""After a second signal: time to cancel tasks and write the last log line. Longer, and a person who
+pressed Ctrl-C twice presses it again; shorter, and the reason of the stop is not printed."""
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of the `embedstream` command. docs/operations.md lists them."""
+
+    OK = 0
+    """Finished; for `serve`: drained, nothing left behind."""
+    ERROR = 1
+    """The command failed."""
+    USAGE = 2
+    """Wrong arguments or settings; nothing was started."""
+    DRAIN_EXCEEDED = 3
+    """The drain budget ran out: unfinished work was released and is delivered again."""
+    FATAL = 4
+    """A model, an executor or a source failed for good; unfinished work was released."""
+    FORCED_INT = 128 + signal.SIGINT
+    """Interrupted, or forced by a second signal, the last one being SIGINT."""
+    FORCED_TERM = 128 + signal.SIGTERM
+    """Forced by a second signal, the last one being SIGTERM."""
+
+
+class OperatorError(Exception):
+    """Something the operator can put right. The message is one line that ends in the remedy.
+
+    Raised for wrong settings, ports in use, brokers out of reach, models that do not load. The CLI
+    prints it without a traceback and exits with `exit_status`.
+    """
+
+    exit_status: ExitStatus = ExitStatus.ERROR
+
+    def __init__(self, message: str, *, exit_status: ExitStatus | None = None) -> None:
+        super().__init__(message)
+        if exit_status is not None:
+            self.exit_status = exit_status
+
+
+def exit_status_for(
+    *, drained: bool, fatal: bool = False, forced_by: int | None = None
+) -> ExitStatus:
+    """The exit status of `serve`. What happened last and was worst decides.
+
+    Args:
+        drained: everything held was answered and settled.
+        fatal: a model, executor or source failed for good.
+        forced_by: number of the second signal, when there was one.
+    """
+    if fatal:
+        return ExitStatus.FATAL
+    if forced_by is not None:
+        return ExitStatus.FORCED_INT if forced_by == signal.SIGINT else ExitStatus.FORCED_TERM
+    return ExitStatus.OK if drained else ExitStatus.DRAIN_EXCEEDED
+
+
+class StopSignal:
+    """The wish to stop, as a value that tasks can wait on.
+
+    `request` may be called from any task, from a signal handler through the loop, or by a test.
+    """
+
+    def __init__(self, drain_budget_s: float) -> None:
+        self.drain_budget_s = drain_budget_s
+        self.deadline: Deadline | None = None
+        """Set by the first request: the one budget of the whole stop."""
+        self.reason: str | None = None
+        self.forced_by: int | None = None
+        self._drain = asyncio.Event()
+        self._force = asyncio.Event()
+
+    @property
+    def requested(self) -> bool:
+        """Somebody asked to stop."""
+        return self.deadline is not None
+
+    @property
+    def forced(self) -> bool:
+        """Somebody asked twice."""
+        return self.forced_by is not None
+
+    def request(
+        self, reason: str = "requested", *, signum: int | None = None
+    ) -> Literal["drain", "force", "ignored"]:
+        """Ask to stop. Returns what this request changed.
+
+        The first request starts the drain. A second one forces the stop if it came by a signal;
+        requests from inside (a fatal executor, say) never force. Not thread-safe.
+        """
+        if self.deadline is None:
+            self.deadline = Deadline(self.drain_budget_s)
+            self.reason = reason
+            self._drain.set()
+            return "drain"
+        if signum is not None and self.forced_by is None:
+            self.forced_by = signum
+            self._force.set()
+            return "force"
+        return "ignored"
+
+    async def wait(self) -> None:
+        """Until the first request. Safe to cancel."""
+        await self._drain.wait()
+
+    async def wait_forced(self) -> None:
+        """Until the request that forces. Safe to cancel."""
+        await self._force.wait()
+
+
+@contextmanager
+def watch_signals(
+    stop: StopSignal,
+    *,
+    on_action: Callable[[str, int], None] = lambda action, signum: None,
+    end_process: Callable[[int], None] = os._exit,
+) -> Iterator[None]:
+    """Turn SIGTERM and SIGINT into requests on `stop` while the block runs.
+
+    Call it on the main thread, inside the running loop. A forced stop that is not over after
+    `FORCE_GRACE_S` ends the process, even after the block: executor threads may sit in native code
+    that nothing cancels, and the interpreter would join them.
+
+    Args:
+        on_action: told "drain", "force" or "ignored" and the signal number, for the log.
+        end_process: ends the process with a status; injected by tests.
+    """
+    loop = asyncio.get_running_loop()
+    received = 0
+
+    def on_signal(signum: int) -> None:
+        on_action(stop.request(f"signal {signal.Signals(signum).name}", signum=signum), signum)
+
+    # signal.signal rather than loop.add_signal_handler: the Python-level handler also runs while a
+    # callback keeps the loop busy, so a second signal ends the process all the same.
+    def handler(signum: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received += 1
+        if received >= 2:
+            timer = threading.Timer(FORCE_GRACE_S, end_process, args=(128 + signum,))
+            timer.daemon = True
+            timer.start()
+        loop.call_soon_threadsafe(on_signal, signum)
+
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, old in previous.items():
+            signal.signal(signum, old)

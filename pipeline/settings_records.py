@@ -1,0 +1,411 @@
+"""The settings as frozen records: names, types, ranges, defaults, one sentence each.
+
+Who calls it: `pipeline.settings` fills them from file, environment and flags; everything that is
+configured reads them. docs/settings.md is generated from them.
+What must stay true: plain values only; every numeric field has a range; the sentence in `Meta` is
+the reference documentation; a unit is part of the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from schemas.requests import Lane, Limits, Task
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every settings table."""
+
+
+class ModelSettings(_Record, frozen=True, kw_only=True):
+    """`[models.NAME]`: one model of the pool."""
+
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Model folder, hub id, or the name of a packaged demo model.",
+        ),
+    ]
+    max_batch_tokens: Annotated[
+        Annotated[int, Meta(ge=16, le=4_194_304)] | Literal["auto"],
+        Meta(
+            description="Tokens a pack may hold; a longer item travels alone. "
+            '"auto": 512 on CPU, 16384 on CUDA.',
+        ),
+    ] = "auto"
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_048_576)] | Literal["auto"],
+        Meta(
+            description="Tokens one item may have, special tokens included. "
+            '"auto": what the model folder says.',
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description='Compute dtype. "auto": float32 on CPU, bfloat16 on CUDA.'),
+    ] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,2})$",
+            description='"auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N".',
+        ),
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "sdpa", "flashinfer", "varlen"],
+        Meta(description="Attention backend; `embedstream check` shows the one in use."),
+    ] = "auto"
+    pooling: Annotated[
+        Literal["auto", "cls", "mean", "last_token"],
+        Meta(description='Pooling of hidden states. "auto": what the model folder says.'),
+    ] = "auto"
+    matryoshka_dimensions: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=65_536)], ...],
+        Meta(description="Vector sizes requests may ask for, beside those the model folder names."),
+    ] = ()
+    prompts: Annotated[
+        dict[str, str],
+        Meta(description="Prompts by name, added to (and overriding) those of the model folder."),
+    ] = {}
+    empty_input: Annotated[
+        Literal["error", "embed"],
+        Meta(description="An empty text: answer `empty_input`, or embed its special tokens."),
+    ] = "error"
+    default_for: Annotated[
+        tuple[Task, ...],
+        Meta(description="Tasks this model answers when neither request nor route names a model."),
+    ] = ()
+    trust_remote_code: Annotated[
+        bool,
+        Meta(description="Run Python code that comes with the model folder. Never by default."),
+    ] = False
+    allow_pickle: Annotated[
+        bool,
+        Meta(description="Load pickled weights (weights only) when there are no safetensors."),
+    ] = False
+
+
+class LimitsOverride(_Record, frozen=True, kw_only=True):
+    """`[routes.limits]`: limits of one route; what is absent is taken from `[limits]`."""
+
+    max_record_bytes: int | None = None
+    max_items: int | None = None
+    max_item_bytes: int | None = None
+    max_depth: int | None = None
+    max_id_bytes: int | None = None
+    max_metadata_bytes: int | None = None
+
+
+class RouteSettings(_Record, frozen=True, kw_only=True):
+    """`[[routes]]`: where work comes from, which model, where results go."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="Name of the route: in logs, in the metric label `route`.",
+        ),
+    ]
+    source: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="URL of the source: `kafka://host:port/topic?group=NAME`, "
+            "`redis://host:port/stream?group=NAME`, `file:///path`, `stdin:`; transport options "
+            "are query parameters.",
+            extra={"secret_url": True},
+        ),
+    ]
+    destination: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description='"reply": to the `reply_to` of each request, else the reply destination '
+            "of the transport. A file source takes a file URL here.",
+            extra={"secret_url": True},
+        ),
+    ] = "reply"
+    lane: Annotated[
+        Lane,
+        Meta(
+            description="Lane of requests that name no `priority`. When unset: `interactive` for "
+            "Redis, else `bulk`."
+        ),
+    ] = "bulk"
+    model: Annotated[
+        str | None,
+        Meta(description="Model for embed requests that name none."),
+    ] = None
+    rerank_model: Annotated[
+        str | None,
+        Meta(description="Model for rerank and score requests that name none."),
+    ] = None
+    classify_model: Annotated[
+        str | None,
+        Meta(description="Model for classify requests that name none."),
+    ] = None
+    limits: LimitsOverride = LimitsOverride()
+
+
+class BatchingSettings(_Record, frozen=True, kw_only=True):
+    """`[batching]`: how items are gathered into packs."""
+
+    linger_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Longest wait of a bulk item for company when an executor is idle.",
+        ),
+    ] = 5.0
+    interactive_linger_ms: Annotated[
+        float,
+        Meta(ge=0, le=10_000, description="The same for interactive items; 0: never wait."),
+    ] = 0.0
+    bulk_floor: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=0.9,
+            description="Share of the token budget that bulk keeps while interactive items wait.",
+        ),
+    ] = 0.2
+    max_reorder_items: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="How many waiting items the packer may look through for equal lengths; "
+            "1: strictly first in, first out.",
+        ),
+    ] = 256
+    max_batch_items: Annotated[
+        int,
+        Meta(ge=1, le=65_536, description="Items a pack may hold, whatever their tokens."),
+    ] = 1024
+
+
+class LaneAdmission(_Record, frozen=True, kw_only=True):
+    """Budgets of one lane: what may be in flight (admitted and not settled)."""
+
+    max_in_flight_requests: Annotated[
+        int, Meta(ge=1, le=10_000_000, description="Requests in flight.")
+    ] = 4096
+    max_in_flight_tokens: Annotated[
+        int, Meta(ge=16, le=1_000_000_000, description="Tokens in flight, once tokenized.")
+    ] = 2_000_000
+    max_in_flight_bytes: Annotated[
+        int, Meta(ge=1024, le=2**40, description="Bytes of request records in flight.")
+    ] = 256 * 1024 * 1024
+    when_full: Annotated[
+        Literal["reject", "wait"],
+        Meta(
+            description="A full budget: answer `overloaded` at once, or wait, which pauses the "
+            "source."
+        ),
+    ] = "wait"
+
+
+class AdmissionSettings(_Record, frozen=True, kw_only=True):
+    """`[admission.interactive]` and `[admission.bulk]`."""
+
+    interactive: LaneAdmission = LaneAdmission(max_in_flight_tokens=500_000, when_full="reject")
+    bulk: LaneAdmission = LaneAdmission()
+
+    def lane(self, lane: Lane) -> LaneAdmission:
+        """The budgets of one lane."""
+        return self.interactive if lane == "interactive" else self.bulk
+
+
+class PublishSettings(_Record, frozen=True, kw_only=True):
+    """`[publish]`: how replies reach the broker."""
+
+    attempts: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Tries per reply before its delivery is released to come again.",
+        ),
+    ] = 8
+    backoff_ms: Annotated[
+        float, Meta(ge=1, le=60_000, description="Wait after the first failed try; doubles.")
+    ] = 100.0
+    max_backoff_ms: Annotated[
+        float, Meta(ge=1, le=600_000, description="Longest wait between two tries.")
+    ] = 5_000.0
+    max_concurrent: Annotated[
+        int, Meta(ge=1, le=65_536, description="Replies on their way to the broker at once.")
+    ] = 64
+    split_replies: Annotated[
+        bool,
+        Meta(
+            description="Split a reply that exceeds the broker's limit into numbered parts; "
+            "otherwise it becomes `record_too_large`."
+        ),
+    ] = True
+
+
+class AttemptsSettings(_Record, frozen=True, kw_only=True):
+    """`[attempts]`: when a delivery is given up."""
+
+    max_attempts: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Deliveries of one record before it is dead-lettered as `failed`.",
+        ),
+    ] = 5
+
+
+class LifecycleSettings(_Record, frozen=True, kw_only=True):
+    """`[lifecycle]`: how the service stops."""
+
+    drain_budget_s: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            le=3600,
+            description="Seconds between the first signal and the exit: intake stops, held work "
+            "finishes, the rest is released. Keep it below the grace period of the platform "
+            "(Kubernetes: 30 s).",
+        ),
+    ] = 25.0
+
+
+class HealthSettings(_Record, frozen=True, kw_only=True):
+    """`[health]`: the HTTP port with /live, /ready, /metrics, /statistics."""
+
+    host: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=255,
+            description="Address to listen on; `0.0.0.0` inside a container.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port to listen on; 0 turns the server off.")
+    ] = 8321
+    stuck_after_s: Annotated[
+        float,
+        Meta(
+            ge=0.5,
+            le=3600,
+            description="Not ready when a forward has run this long and none succeeded meanwhile.",
+        ),
+    ] = 8.0
+    max_failed_forwards: Annotated[
+        int,
+        Meta(ge=1, le=10_000, description="Not ready after this many failed forwards in a row."),
+    ] = 3
+    max_loop_lag_s: Annotated[
+        float,
+        Meta(ge=0.05, le=60, description="Not ready while the event loop is this late."),
+    ] = 2.0
+
+
+class LogSettings(_Record, frozen=True, kw_only=True):
+    """`[log]`: events on stderr."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level written.")
+    ] = "info"
+    format: Annotated[
+        Literal["auto", "console", "json"],
+        Meta(description='"auto": console on a terminal, JSON lines otherwise.'),
+    ] = "auto"
+
+
+class ExecutorSettings(_Record, frozen=True, kw_only=True):
+    """`[executor]`: the threads that own the models."""
+
+    cpu_workers: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
+        Meta(
+            description='Executor threads on CPU, one intra-op thread each. "auto": the cores '
+            "this process may use.",
+        ),
+    ] = "auto"
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where an effective value came from."""
+
+    kind: Literal["default", "file", "environment", "flag"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+DEFAULT_ORIGIN = Origin("default")
+
+
+class Settings(_Record, frozen=True, kw_only=True):
+    """Everything that is configured. Built only by `pipeline.settings.load`."""
+
+    models: dict[str, ModelSettings] = {}
+    routes: tuple[RouteSettings, ...] = ()
+    limits: Limits = Limits()
+    batching: BatchingSettings = BatchingSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    publish: PublishSettings = PublishSettings()
+    attempts: AttemptsSettings = AttemptsSettings()
+    lifecycle: LifecycleSettings = LifecycleSettings()
+    health: HealthSettings = HealthSettings()
+    log: LogSettings = LogSettings()
+    executor: ExecutorSettings = ExecutorSettings()
+    origins: Mapping[str, Origin] = {}
+    """Dotted setting name -> where its value came from; absent: the default."""
+
+    def model_for(self, route: RouteSettings | None, task: Task) -> str | None:
+        """The configured default model of a task on a route, or None when settings do not say.
+
+        Then the caller falls back to the first loaded model that has the task.
+        """
+        if route is not None:
+            named = {
+                "embed": route.model,
+                "rerank": route.rerank_model,
+                "score": route.rerank_model,
+                "classify": route.classify_model,
+            }[task]
+            if named is not None:
+                return named
+        for name, model in self.models.items():
+            if task in model.default_for:
+                return name
+        return None
+
+    def limits_for(self, route: RouteSettings) -> Limits:
+        """`[limits]` with the route's overrides on top."""
+        given = {
+            name: value
+            for name in route.limits.__struct_fields__
+            if (value := getattr(route.limits, name)) is not None
+        }
+        return msgspec.structs.replace(self.limits, **given)
+
+
+# Ranges and sentences of `schemas.requests.Limits`, which stays free of operator concerns.
+LIMITS_META: dict[str, Meta] = {
+    "max_record_bytes": Meta(
+        ge=256, le=2**30, description="Bytes of an encoded record -> `record_too_large`."
+    ),
+    "max_items": Meta(ge=1, le=1_000_000, description="Items of one request -> `too_many_items`."),
+    "max_item_bytes": Meta(
+        ge=1, le=2**30, description="UTF-8 bytes of one text or image -> `item_too_large`."
+    ),
+    "max_depth": Meta(ge=3, le=200, description="Nesting of maps and lists -> `too_deep`."),
+    "max_id_bytes": Meta(ge=8, le=65_536, description="Bytes of a request id."),
+    "max_metadata_bytes": Meta(
+        ge=0, le=16 * 1024 * 1024, description="Bytes of the encoded `metadata` map."
+    ),
+}
