@@ -115,10 +115,9 @@ class RouteSettings(_Record, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="URL of the source: `kafka://host:port/topic?group=NAME`, "
-            "`redis://host:port/stream?group=NAME`, `file:///path`, `stdin:`; transport options "
-            "are query parameters.",
-            extra={"secret_url": True},
+            description="Address of the source: `kafka://host:port/topic?group=NAME`, "
+            "`redis://host:port/stream?group=NAME`, `file:///in.jsonl?replies=/out.jsonl`, or `-` "
+            "(stdin to stdout). Every transport option is a query parameter.",
         ),
     ]
     destination: Annotated[
@@ -126,8 +125,7 @@ class RouteSettings(_Record, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description='"reply": to the `reply_to` of each request, else the reply destination '
-            "of the transport. A file source takes a file URL here.",
-            extra={"secret_url": True},
+            "of the source's transport.",
         ),
     ] = "reply"
     lane: Annotated[

@@ -1,0 +1,182 @@
+"""Settings: read once, checked before anything starts, printed without secrets.
+
+    defaults < TOML file < environment EMBEDSTREAM_TABLE__KEY < flags and --set table.key=value
+
+Who calls it: the CLI calls `load` once; everything else gets the frozen `Settings` it returns.
+What must stay true: no other module reads the environment; `load` reports every problem at once;
+a setting that is not understood is refused, never ignored; no print shows a secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.redact import MASK, is_secret_name, redact
+from pipeline.settings_build import Builder
+from pipeline.settings_check import contradictions
+from pipeline.settings_records import (
+    DEFAULT_ORIGIN,
+    AdmissionSettings,
+    AttemptsSettings,
+    BatchingSettings,
+    ExecutorSettings,
+    HealthSettings,
+    LaneAdmission,
+    LifecycleSettings,
+    LimitsOverride,
+    LogSettings,
+    ModelSettings,
+    Origin,
+    PublishSettings,
+    RouteSettings,
+    Settings,
+)
+from pipeline.settings_sources import Problem, SettingsError, read_sources
+
+__all__ = [
+    "AdmissionSettings",
+    "AttemptsSettings",
+    "BatchingSettings",
+    "Effective",
+    "ExecutorSettings",
+    "HealthSettings",
+    "LaneAdmission",
+    "LifecycleSettings",
+    "LimitsOverride",
+    "LogSettings",
+    "ModelSettings",
+    "Origin",
+    "Problem",
+    "PublishSettings",
+    "RouteSettings",
+    "Settings",
+    "SettingsError",
+    "explain",
+    "load",
+    "redacted",
+]
+
+# How often a default differs by transport: a Redis queue is where somebody waits for the answer.
+_LANE_OF_REDIS = Origin("default", "default for redis://")
+
+
+def load(
+    argv_overrides: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None,
+    *,
+    default_models: Mapping[str, ModelSettings] | None = None,
+) -> Settings:
+    """The effective settings.
+
+    Args:
+        argv_overrides: dotted setting name -> text (parsed by the setting's type) or value.
+        environ: the process environment; only names with our prefix are read.
+        file: TOML file, or None.
+        default_models: the pool to use when no source names a model.
+
+    Raises:
+        SettingsError: with every problem found, each naming setting, origin and remedy.
+    """
+    sources = read_sources(argv_overrides, environ, file)
+    builder = Builder()
+    settings = builder.settings(sources.tree)
+    problems = sources.problems + builder.problems
+    if settings is None or problems:
+        raise SettingsError(problems)
+    settings = _with_derived_defaults(settings, default_models or {})
+    problems = contradictions(settings)
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def _with_derived_defaults(
+    settings: Settings, default_models: Mapping[str, ModelSettings]
+) -> Settings:
+    """Defaults that depend on other settings: the demo models, the lane of a Redis source."""
+    origins = dict(settings.origins)
+    routes = []
+    for i, route in enumerate(settings.routes):
+        if f"routes.{i}.lane" not in origins and route.source.startswith(("redis:", "rediss:")):
+            route = msgspec.structs.replace(route, lane="interactive")
+            origins[f"routes.{i}.lane"] = _LANE_OF_REDIS
+        routes.append(route)
+    return msgspec.structs.replace(
+        settings,
+        models=settings.models or dict(default_models),
+        routes=tuple(routes),
+        origins=origins,
+    )
+
+
+class Effective(NamedTuple):
+    """One effective setting, fit for printing."""
+
+    name: str
+    value: str
+    origin: Origin
+
+
+def explain(settings: Settings) -> list[Effective]:
+    """Every effective value, secrets masked, with where it came from."""
+    return [
+        Effective(name, _printed(name, value), settings.origins.get(name, DEFAULT_ORIGIN))
+        for name, value in _leaves(settings, "")
+    ]
+
+
+def redacted(settings: Settings) -> dict[str, Any]:
+    """The settings as nested plain values, secrets masked: for logs and `/statistics`."""
+
+    def clean(name: str, value: Any) -> Any:
+        if isinstance(value, msgspec.Struct):
+            return {
+                field: clean(f"{name}.{field}", getattr(value, field))
+                for field in value.__struct_fields__
+                if field != "origins"
+            }
+        if isinstance(value, Mapping):
+            return {key: clean(f"{name}.{key}", inner) for key, inner in value.items()}
+        if isinstance(value, tuple):
+            return [clean(name, inner) for inner in value]
+        if isinstance(value, str):
+            return MASK if is_secret_name(name) else redact(value)
+        return value
+
+    plain: dict[str, Any] = clean("", settings)
+    return plain
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    def under(key: str) -> str:
+        return f"{name}.{key}" if name else key
+
+    if isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            if field != "origins":
+                yield from _leaves(getattr(value, field), under(field))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, under(str(key)))
+    elif isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, under(str(i)))
+    else:
+        yield name, value
+
+
+def _printed(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "(not set)"
+    if isinstance(value, tuple):
+        return ", ".join(str(v) for v in value) or "(none)"
+    if isinstance(value, str):
+        return MASK if is_secret_name(name) else redact(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
