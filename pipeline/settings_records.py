@@ -302,7 +302,7 @@ class HealthSettings(_Record, frozen=True, kw_only=True):
     max_failed_forwards: Annotated[
         int,
         Meta(ge=1, le=10_000, description="Not ready after this many failed forwards in a row."),
-    ] = 3
+    ] = 5
     max_loop_lag_s: Annotated[
         float,
         Meta(ge=0.05, le=60, description="Not ready while the event loop is this late."),

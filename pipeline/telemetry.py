@@ -1,0 +1,176 @@
+"""Metrics: what the service counts, in its own Prometheus registry.
+
+Who calls it: the CLI makes one `PrometheusMetrics` and hands it to `pipeline.app`; actors see it as
+`actors.ports.Metrics`; /metrics exposes it, the demo prints its snapshot. Logging is set up by
+`configure_logging` (pipeline.telemetry_logs).
+What must stay true: no metric call ever raises into its caller, and a broken metric is logged once;
+the number of series is bounded whatever the label values are; gauges are never negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import prometheus_client as prometheus
+import structlog
+
+from pipeline.telemetry_logs import configure_logging
+from pipeline.telemetry_table import BY_NAME, METRICS, PREFIX, MetricSpec
+
+__all__ = ["CONTENT_TYPE", "PrometheusMetrics", "configure_logging"]
+
+CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
+MAX_SERIES_PER_METRIC = 512
+"""Label sets one metric may have. More means that a label holds request data: memory would grow with
+the traffic. Far above routes x models x codes of a real service."""
+OVERFLOW = "other"
+
+log = structlog.get_logger(__name__)
+
+
+class PrometheusMetrics:
+    """`actors.ports.Metrics` on prometheus_client. Thread-safe."""
+
+    def __init__(self, specs: Iterable[MetricSpec] = METRICS) -> None:
+        # a second series per series, which nobody reads
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = prometheus.CollectorRegistry(auto_describe=True)
+        prometheus.ProcessCollector(registry=self.registry)
+        self._specs = {spec.name: spec for spec in specs}
+        self._metrics: dict[str, Any] = {s.name: _make(s, self.registry) for s in specs}
+        self._series: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        self._reported: set[str] = set()
+
+    def count(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add `value` (>= 0) to a counter."""
+        try:
+            self._child(name, labels).inc(value)
+        except Exception as error:  # noqa: BLE001  boundary: I03
+            self._report(name, error)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge; what is negative or not finite becomes 0 and is reported."""
+        try:
+            child = self._child(name, labels)
+            if not math.isfinite(value) or value < 0:
+                child.set(0)
+                raise ValueError("a gauge was set below zero; this is a bug")
+            child.set(value)
+        except Exception as error:  # noqa: BLE001  boundary: I03
+            self._report(name, error)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        try:
+            if math.isnan(value):
+                raise ValueError("an observation was NaN; this is a bug")
+            self._child(name, labels).observe(value)
+        except Exception as error:  # noqa: BLE001  boundary: I03
+            self._report(name, error)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format, type `CONTENT_TYPE`."""
+        return prometheus.generate_latest(self.registry)
+
+    def snapshot(self) -> dict[str, float]:
+        """Plain numbers, names without prefix.
+
+        Per series ``name{label=value}``; over all series ``name`` (counters, gauges: the sum).
+        Histograms: ``name_count``, ``name_sum``, ``name_p50``, ``name_p99`` (interpolated within
+        the bucket, as Prometheus' histogram_quantile does; NaN-free: absent without observations).
+        """
+        numbers: dict[str, float] = {}
+        for family in self.registry.collect():
+            name = family.name.removeprefix(PREFIX)
+            if not family.name.startswith(PREFIX):
+                continue
+            if family.type == "histogram":
+                numbers.update(_histogram_numbers(name, family.samples))
+                continue
+            total = 0.0
+            full = f"{name}_total" if family.type == "counter" else name
+            for sample in family.samples:
+                total += sample.value
+                if sample.labels:
+                    shown = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+                    numbers[f"{full}{{{shown}}}"] = sample.value
+            numbers[full] = total
+        return numbers
+
+    def _child(self, name: str, labels: dict[str, str]) -> Any:
+        metric = self._metrics[name]
+        expected = self._specs[name].labels
+        if not expected and not labels:
+            return metric
+        if set(labels) != set(expected):
+            raise ValueError(f"labels are {sorted(labels)}, expected {sorted(expected)}")
+        values = tuple(str(labels[key]) for key in expected)
+        known = self._series[name]
+        if values not in known:
+            if len(known) >= MAX_SERIES_PER_METRIC:
+                self._report(name, ValueError("too many label sets; the rest is counted as other"))
+                values = (OVERFLOW,) * len(expected)
+            else:
+                known.add(values)
+        return metric.labels(*values)
+
+    def _report(self, name: str, error: Exception) -> None:
+        """Say once per metric that it is broken; never raise."""
+        if name in self._reported or len(self._reported) > 1000:
+            return
+        self._reported.add(name)
+        reason = "unknown metric" if name not in BY_NAME else str(error)
+        try:
+            log.error("metric_failed", metric=name, error_type=type(error).__name__, reason=reason)
+        except Exception:  # noqa: BLE001  boundary: neither may the log stop an answer
+            return
+
+
+def _make(spec: MetricSpec, registry: prometheus.CollectorRegistry) -> Any:
+    name = PREFIX + spec.name
+    if spec.kind == "counter":
+        return prometheus.Counter(name, spec.help, spec.labels, registry=registry)
+    if spec.kind == "gauge":
+        return prometheus.Gauge(name, spec.help, spec.labels, registry=registry)
+    return prometheus.Histogram(
+        name, spec.help, spec.labels, registry=registry, buckets=spec.buckets
+    )
+
+
+def _histogram_numbers(name: str, samples: Iterable[Any]) -> dict[str, float]:
+    buckets: dict[float, float] = defaultdict(float)
+    count = total = 0.0
+    for sample in samples:
+        if sample.name.endswith("_bucket"):
+            buckets[float(sample.labels["le"])] += sample.value
+        elif sample.name.endswith("_count"):
+            count += sample.value
+        elif sample.name.endswith("_sum"):
+            total += sample.value
+    numbers = {f"{name}_count": count, f"{name}_sum": total}
+    if count:
+        numbers[f"{name}_p50"] = quantile(0.5, buckets)
+        numbers[f"{name}_p99"] = quantile(0.99, buckets)
+    return numbers
+
+
+def quantile(q: float, buckets: dict[float, float]) -> float:
+    """Quantile of cumulative `buckets` (upper bound -> observations up to it), linear inside one.
+
+    An observation above the highest finite bound counts as that bound.
+    """
+    ordered = sorted(buckets.items())
+    rank = q * ordered[-1][1]
+    low = below = 0.0
+    for bound, cumulative in ordered:
+        if cumulative >= rank and cumulative > below:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (rank - below) / (cumulative - below)
+        if math.isfinite(bound):
+            low = bound
+        below = cumulative
+    return low
