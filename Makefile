@@ -1,0 +1,59 @@
+# Every target does its own set-up: a fresh machine needs Python 3.11 or newer and make, nothing else.
+# Variables: PYTHON (interpreter for the environment), VENV (its folder), ARGS (passed on to the
+# command), PIP_ARGS (passed to pip, such as an --index-url with other builds of torch).
+
+VENV ?= .venv
+ARGS ?=
+PIP_ARGS ?=
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.embedstream-demo
+DEV_STAMP := $(VENV)/.embedstream-dev
+
+.PHONY: help demo up test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    real broker, real models, ~1,000 documents, five questions (about 4 minutes)'
+	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
+	@echo 'make test    every test that this machine can run'
+	@echo 'make check   format, lint, types, import layers'
+	@echo 'make bench   throughput and packing figures of this machine'
+	@echo 'make clean   removes the environment and everything that was generated'
+
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: set PYTHON=/path/to/python'; exit 1; }
+	@rm -f $(DEMO_STAMP) $(DEV_STAMP)
+	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
+
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[demo]' -c constraints.txt
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
+	@touch $@ $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP)
+	$(BIN)/embedstream demo $(ARGS)
+
+up: $(DEMO_STAMP)
+	$(BIN)/embedstream up $(ARGS)
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEV_STAMP)
+	$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
