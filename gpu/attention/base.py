@@ -198,10 +198,9 @@ class PackLayout:
     @cached_property
     def cu_seqlens_device(self) -> torch.Tensor:
         """[n_items + 1] int32, on the layout's device."""
-        if self.device.type == "cpu":
-            return self.cu_seqlens_cpu
-        host = self.cu_seqlens_cpu.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        if self.device.type == "cuda":  # from pinned memory, so that the host need not wait
+            return self.cu_seqlens_cpu.pin_memory().to(self.device, non_blocking=True)
+        return self.cu_seqlens_cpu.to(self.device)
 
 
 class AttentionBackend(Protocol):
