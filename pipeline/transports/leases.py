@@ -1,0 +1,67 @@
+"""Leases of Redis stream entries: when to renew, and which may have been lost.
+
+Who calls it: `redis_streams.RedisSource`. Pure: `now` is passed in, seconds on one monotonic clock.
+What must stay true: while the owner lives and reaches the server, an entry is renewed at half of its
+idle limit, so nobody claims it however long its work takes; entries that could not be renewed in
+time are named, so that the owner knows that a duplicate is possible.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+RENEW_AT = 0.5
+"""Share of the idle limit after which a lease is renewed: one renewal may fail and be repeated."""
+
+
+class Leases:
+    """Entry id -> time of the last renewal, oldest first."""
+
+    def __init__(self, claim_idle_s: float) -> None:
+        self._claim_idle_s = claim_idle_s
+        self._held: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, entry: str) -> bool:
+        return entry in self._held
+
+    def hold(self, entries: Iterable[str], now: float) -> None:
+        """Read, claimed or renewed at `now`."""
+        for entry in entries:
+            self._held[entry] = now
+            self._held.move_to_end(entry)
+
+    def drop(self, entry: str) -> bool:
+        """No longer ours (settled, or known to be claimed by another). False when it was not."""
+        return self._held.pop(entry, None) is not None
+
+    def due(self, now: float, limit: int | None = None) -> list[str]:
+        """Entries to renew now, oldest first, at most `limit`."""
+        return self._older(now, self._claim_idle_s * RENEW_AT, limit)
+
+    def overdue(self, now: float) -> list[str]:
+        """Entries whose lease ran out: another consumer may hold them too."""
+        return self._older(now, self._claim_idle_s, None)
+
+    def next_due(self) -> float | None:
+        """When `due` will next name an entry."""
+        for renewed in self._held.values():
+            return renewed + self._claim_idle_s * RENEW_AT
+        return None
+
+    def entries(self) -> list[str]:
+        return list(self._held)
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def _older(self, now: float, age_s: float, limit: int | None) -> list[str]:
+        found: list[str] = []
+        for entry, renewed in self._held.items():
+            if now - renewed < age_s or (limit is not None and len(found) >= limit):
+                break
+            found.append(entry)
+        return found
