@@ -1,0 +1,136 @@
+"""The coalescer: waiting items of every model, and the next batch when the dispatcher asks.
+
+Who calls it: tokenizers `put` encoded items, the dispatcher calls `next_batch`.
+What must stay true: this is only the async shell around `actors.packing.Packer`; queued tokens per
+lane are bounded (`put` waits above the bound, so a bulk backlog never blocks the interactive lane);
+what the packer dropped as expired is failed here, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actors.messages import Entry, InFlight
+from actors.packing import Packer, PackingPolicy
+from actors.ports import Clock
+from schemas.errors import Cancelled, EmbedstreamError, Expired
+from schemas.requests import LANES, Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One batch's worth of entries of one model."""
+
+    model: str
+    entries: list[Entry]
+
+
+class Coalescer:
+    """Packers by model behind one condition.
+
+    Args:
+        policies: packing policy per model name.
+        max_queued_tokens: bound per model and lane above which `put` waits.
+        fail: called with an in-flight request and why it ended without a forward.
+    """
+
+    def __init__(
+        self,
+        policies: dict[str, PackingPolicy],
+        *,
+        max_queued_tokens: int,
+        clock: Clock,
+        fail: Callable[[InFlight, EmbedstreamError], None],
+    ) -> None:
+        self.packers = {model: Packer(policy) for model, policy in policies.items()}
+        self._max_queued_tokens = max_queued_tokens
+        self._clock = clock
+        self._fail = fail
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._turn = 0
+
+    def queued_tokens(self, lane: Lane | None = None) -> int:
+        """Tokens waiting over all models."""
+        return sum(packer.queued_tokens(lane) for packer in self.packers.values())
+
+    async def put(self, model: str, entries: Sequence[Entry], lane: Lane) -> None:
+        """Queue entries once the lane is below its bound."""
+        packer = self.packers[model]
+        while packer.queued_tokens(lane) >= self._max_queued_tokens:
+            self._room.clear()
+            await self._room.wait()
+        packer.add(entries, lane)
+        self._work.set()
+
+    async def next_batch(self, *, idle: Callable[[], bool]) -> Selected:
+        """Wait for the next batch. `idle()` says whether the executor has nothing to run now.
+
+        Safe to cancel: entries leave a packer only when they are returned.
+        """
+        while True:
+            self._work.clear()
+            selected = self.try_next_batch(idle=idle())
+            if selected is not None:
+                return selected
+            now = self._clock.monotonic()
+            ready_times = [
+                at
+                for packer in self.packers.values()
+                if (at := packer.ready_at(idle=False)) is not None
+            ]
+            wait_s = max(0.0005, min(ready_times) - now) if ready_times else None
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._work.wait()
+            except TimeoutError:
+                continue
+
+    def try_next_batch(self, *, idle: bool) -> Selected | None:
+        """A batch if one should be emitted now: interactive work first, models in turn otherwise."""
+        now, epoch_ms = self._clock.monotonic(), self._clock.epoch_ms()
+        for model in self._order():
+            take = self.packers[model].next_batch(now, epoch_ms, idle=idle)
+            if take.dropped or take.batch:
+                self._room.set()
+            for entry in take.dropped:
+                if not entry.owner.closed:
+                    self._fail(entry.owner, _why_dropped(entry, epoch_ms))
+            if take.batch:
+                self._turn += 1
+                return Selected(model, take.batch)
+        return None
+
+    def _order(self) -> list[str]:
+        waiting = [model for model, packer in self.packers.items() if len(packer)]
+        turn = self._turn % len(waiting) if waiting else 0
+        rotated = waiting[turn:] + waiting[:turn]
+
+        def oldest_interactive(model: str) -> float:
+            at = self.packers[model].oldest_at("interactive")
+            return float("inf") if at is None else at
+
+        return sorted(rotated, key=oldest_interactive)
+
+    def poke(self) -> None:
+        """Look again: the executor became idle, or something was cancelled."""
+        self._work.set()
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Queued tokens by model and lane."""
+        return {
+            model: {lane: packer.queued_tokens(lane) for lane in LANES}
+            for model, packer in self.packers.items()
+        }
+
+
+def _why_dropped(entry: Entry, epoch_ms: int) -> EmbedstreamError:
+    if entry.owner.expired(epoch_ms):
+        return Expired(
+            "deadline_ms passed while the request was queued; nothing was computed",
+            limit=entry.owner.request.deadline_ms,
+            given=epoch_ms,
+        )
+    return Cancelled("withdrawn while it was queued")

@@ -1,0 +1,193 @@
+"""The dispatcher: batches to the executor, outcomes back to their requests.
+
+Who calls it: runs as a supervised task; takes batches from the coalescer, submits to the executor.
+What must stay true: at most `executor.width + prefetch` batches are out; a failed batch is halved
+until the bad item is alone, at most 2n - 1 forwards for n items (bug log C04); only that item
+fails; the executor call is shielded and its result always consumed; a dead executor fails nothing:
+it is fatal, and unsettled deliveries go to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+
+from actors.coalescer import Coalescer, Selected
+from actors.messages import Entry, InFlight
+from actors.ports import Clock, Metrics
+from gpu.batch import Executor, ItemOutcome, pack, scatter
+from schemas.errors import EmbedstreamError, Internal, ModelError, NonFinite, OutOfMemory
+
+log = structlog.get_logger(__name__)
+
+Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
+
+
+class ExecutorDied(Exception):
+    """The executor refuses work for good; the service must stop and leave its work to others."""
+
+
+class Dispatcher:
+    """Keeps the executor busy.
+
+    Args:
+        spawn: starts a task in the supervisor's TaskGroup.
+        prefetch: batches that wait in the executor's queue while all its threads run.
+    """
+
+    def __init__(
+        self,
+        coalescer: Coalescer,
+        executor: Executor,
+        *,
+        spawn: Spawn,
+        complete: Callable[[InFlight, int, ItemOutcome], None],
+        clock: Clock,
+        metrics: Metrics,
+        prefetch: int = 1,
+    ) -> None:
+        self._coalescer = coalescer
+        self._executor = executor
+        self._spawn = spawn
+        self._complete = complete
+        self._clock = clock
+        self._metrics = metrics
+        self._max_out = executor.width + prefetch
+        self._free = asyncio.Event()
+        self._died: str | None = None
+        self.n_out = 0
+        self.tokens_done = 0
+        self.items_done = 0
+        self.batches_done = 0
+        self.batch_tokens_budgeted = 0
+        self.padding_avoided_tokens = 0
+        self.max_tokens_in_batch = 0
+
+    async def run(self) -> None:
+        """Submit batches for ever. Raises `ExecutorDied`."""
+        while True:
+            while self.n_out >= self._max_out:
+                self._free.clear()
+                await self._free.wait()
+            if self._died is not None:
+                raise ExecutorDied(self._died)
+            selected = await self._coalescer.next_batch(idle=self._idle)
+            self.n_out += 1
+            self._spawn(f"batch.{selected.model}", self._run_batch(selected))
+
+    def _idle(self) -> bool:
+        if self._died is not None:
+            raise ExecutorDied(self._died)
+        return self.n_out < self._executor.width
+
+    async def _run_batch(self, selected: Selected) -> None:
+        try:
+            await self._forward(selected.model, selected.entries)
+        except ExecutorDied as error:
+            self._died = str(error)
+        finally:
+            self.n_out -= 1
+            self._free.set()
+            self._coalescer.poke()
+
+    async def _forward(self, model: str, entries: list[Entry]) -> None:
+        """Run entries as one batch; on failure run both halves, down to single items."""
+        entries = [entry for entry in entries if not entry.owner.closed]
+        if not entries:
+            return
+        batch = pack([entry.item for entry in entries])
+        started = self._clock.monotonic()
+        for entry in entries:
+            if entry.owner.first_forward_at is None:
+                entry.owner.first_forward_at = started
+            self._metrics.observe(
+                "queue_wait_seconds", started - entry.enqueued_at, lane=entry.owner.lane
+            )
+        future = asyncio.wrap_future(self._executor.submit(model, batch))
+        future.add_done_callback(_consume)
+        try:
+            rows = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            raise
+        except Internal as error:
+            raise ExecutorDied(error.message) from error
+        except Exception as error:  # noqa: BLE001  boundary: any fault of a model is its items' fault
+            await self._isolate(model, entries, error)
+            return
+        took = self._clock.monotonic() - started
+        self._note_batch(model, batch.n_items, batch.n_tokens, batch.max_seqlen, took)
+        for entry, outcome in zip(entries, scatter(batch, rows), strict=True):
+            entry.owner.forward_s = max(entry.owner.forward_s, took)
+            if isinstance(outcome, EmbedstreamError):
+                outcome.items = (entry.index,)
+                if isinstance(outcome, NonFinite):
+                    self._metrics.count("nonfinite_total", model=model)
+            self._complete(entry.owner, entry.index, outcome)
+
+    async def _isolate(self, model: str, entries: list[Entry], error: Exception) -> None:
+        self._metrics.count("failed_batches_total", model=model)
+        log.warning(
+            "batch_failed", model=model, n_items=len(entries), error_type=type(error).__name__
+        )
+        if len(entries) == 1:
+            entry = entries[0]
+            self._complete(entry.owner, entry.index, _item_error(error, entry.index))
+            return
+        middle = len(entries) // 2
+        await self._forward(model, entries[:middle])
+        await self._forward(model, entries[middle:])
+
+    def _note_batch(
+        self, model: str, n_items: int, n_tokens: int, max_seqlen: int, took_s: float
+    ) -> None:
+        self.batches_done += 1
+        self.items_done += n_items
+        self.tokens_done += n_tokens
+        avoided = n_items * max_seqlen - n_tokens
+        self.padding_avoided_tokens += avoided
+        budget = self._coalescer.packers[model].policy.max_batch_tokens
+        self.batch_tokens_budgeted += max(budget, n_tokens)
+        self.max_tokens_in_batch = max(self.max_tokens_in_batch, n_tokens)
+        self._metrics.observe("batch_items", n_items, model=model)
+        self._metrics.observe("batch_tokens", n_tokens, model=model)
+        self._metrics.observe("forward_seconds", took_s, model=model)
+        self._metrics.count("padding_avoided_tokens_total", avoided, model=model)
+        log.info(
+            "batch_forwarded",
+            model=model,
+            n_items=n_items,
+            n_tokens=n_tokens,
+            forward_ms=round(took_s * 1000, 2),
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start."""
+        return {
+            "batches": self.batches_done,
+            "items": self.items_done,
+            "tokens": self.tokens_done,
+            "batch_fill": self.tokens_done / self.batch_tokens_budgeted
+            if self.batch_tokens_budgeted
+            else 0.0,
+            "padding_avoided_tokens": self.padding_avoided_tokens,
+            "running": self.n_out,
+        }
+
+
+def _item_error(error: Exception, index: int) -> EmbedstreamError:
+    if isinstance(error, EmbedstreamError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory(
+            "this item alone exhausts the device's memory; shorten it or lower max_tokens",
+            items=(index,),
+        )
+    return ModelError("the forward failed for this item even alone", items=(index,))
+
+
+def _consume(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,317 @@
+"""Egress: finished requests out to the broker, then settled, in that order.
+
+Who calls it: the tokenizer and the dispatcher `complete` items or `fail` requests; ingress `refuse`s
+records that never became in-flight requests. Publishers (supervised tasks) do the rest.
+What must stay true: a reply is durable before its delivery is settled; each request leaves once;
+every budget charged is refunded on every path; what cannot be published within `attempts` is
+released (delivered again later), never dropped. The mailbox is bounded by admission plus the refusal slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+from schemas.codec import encode_reply, reply_headers, split_reply
+
+from actors.dead_letters import dead_letter_headers
+from actors.in_flight import InFlightTable
+from actors.mailbox import Mailbox
+from actors.messages import InFlight, Outgoing
+from actors.ports import Clock, Metrics, PublishError, RecordTooLargeForBroker, Sink
+from actors.replies import build_reply
+from gpu.batch import ItemOutcome, ModelInfo
+from schemas.errors import EmbedstreamError, Internal, RecordTooLarge
+from schemas.requests import Encoding
+from schemas.results import FailureReply, Reply
+
+log = structlog.get_logger(__name__)
+
+HEADER_ROOM_BYTES = 1024
+"""Kept free under the broker's record limit for headers and framing."""
+OFF_LOOP_NUMBERS = 20_000
+"""Numbers in a reply above which encoding leaves the event loop (JSON writes about 5 M floats/s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPolicy:
+    """At most `attempts` tries; the wait between them doubles from first_backoff_s up to
+    max_backoff_s, with jitter. `split_replies`: cut a reply that is too large into parts."""
+
+    max_concurrent: int = 64
+    attempts: int = 8
+    first_backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+    split_replies: bool = True
+
+
+class GaveUp(Exception):
+    """The broker did not take a record in time; the delivery is released."""
+
+
+class Egress:
+    """Publishes replies and dead letters.
+
+    Args:
+        infos: loaded models by name.
+        max_waiting: admission's bound on in-flight requests, all lanes together.
+    """
+
+    def __init__(
+        self,
+        table: InFlightTable,
+        infos: Mapping[str, ModelInfo],
+        *,
+        policy: PublishPolicy,
+        max_waiting: int,
+        clock: Clock,
+        metrics: Metrics,
+        refusal_slots: int = 256,
+    ) -> None:
+        self._table = table
+        self._infos = infos
+        self.policy = policy
+        self._clock = clock
+        self._metrics = metrics
+        self._mailbox: Mailbox[Outgoing] = Mailbox("egress", max_items=max_waiting + refusal_slots)
+        self._refusals = asyncio.Semaphore(refusal_slots)
+        self._n_busy = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="reply-encoder")
+
+    # --- called by the other stations; none of these waits -------------------------------------
+
+    def complete(self, in_flight: InFlight, index: int, outcome: ItemOutcome) -> None:
+        """Note one item's outcome; the last one sends the request out."""
+        if isinstance(outcome, EmbedstreamError):
+            self._metrics.count("item_errors_total", code=outcome.code)
+        if in_flight.complete(index, outcome):
+            self._send(in_flight)
+
+    def fail(self, in_flight: InFlight, error: EmbedstreamError) -> None:
+        """End a request with a failure, unless it has ended already."""
+        if in_flight.fail(error):
+            self._send(in_flight)
+
+    def _send(self, in_flight: InFlight) -> None:
+        request = in_flight.request
+        self._quiet.clear()
+        self._mailbox.put_nowait(
+            Outgoing(
+                route=in_flight.route,
+                deliveries=in_flight.deliveries,
+                in_flight=in_flight,
+                request_id=request.id,
+                outcome=_outcome_label(in_flight),
+                destination=in_flight.destination,
+                content_type=request.content_type,
+                traceparent=request.traceparent,
+            )
+        )
+
+    async def refuse(self, outgoing: Outgoing) -> None:
+        """Send a failure or dead letter for a record that was never admitted; waits for a slot."""
+        await self._refusals.acquire()
+        self._quiet.clear()
+        self._mailbox.put_nowait(outgoing)
+
+    # --- publishers ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """One publisher; `policy.max_concurrent` of them run."""
+        while True:
+            outgoing = await self._mailbox.get()
+            self._n_busy += 1
+            try:
+                await self._process(outgoing)
+            finally:
+                self._n_busy -= 1
+                if not len(self._mailbox) and not self._n_busy:
+                    self._quiet.set()
+
+    async def _process(self, outgoing: Outgoing) -> None:
+        settled = False
+        try:
+            await self._publish_all(outgoing)
+            for delivery in outgoing.deliveries:
+                delivery.settle()
+            settled = True
+        except GaveUp as error:
+            log.error("reply_not_published", request_id=outgoing.request_id, reason=str(error))
+        except Exception as error:
+            log.error(
+                "publisher_failed",
+                request_id=outgoing.request_id,
+                error_type=type(error).__name__,
+                exc_info=error,
+            )
+        finally:
+            if not settled:
+                for delivery in outgoing.deliveries:
+                    delivery.release("reply not published")
+            if outgoing.in_flight is not None:
+                self._table.remove(outgoing.in_flight)
+            else:
+                self._refusals.release()
+        if settled:
+            self._note(outgoing)
+
+    async def _publish_all(self, outgoing: Outgoing) -> None:
+        sink = outgoing.route.sink
+        if outgoing.destination is not None:
+            limit = sink.max_record_bytes
+            try:
+                await self._publish_reply(outgoing, outgoing.destination, limit)
+            except RecordTooLargeForBroker as error:
+                # The destination's own limit may be below the client's: split again, to fit.
+                limit = min(error.limit_bytes or error.given_bytes // 2, error.given_bytes - 1)
+                await self._publish_small_enough(outgoing, outgoing.destination, limit)
+        if outgoing.dead_letter is not None:
+            for delivery in outgoing.deliveries:
+                await self._publish(
+                    sink,
+                    sink.dead_letter_destination,
+                    outgoing.request_id,
+                    delivery.body or b"",
+                    dead_letter_headers(delivery, outgoing.dead_letter, outgoing.dead_letter_kind),
+                )
+            self._metrics.count("dead_letters_total", kind=outgoing.dead_letter_kind)
+
+    async def _publish_small_enough(
+        self, outgoing: Outgoing, destination: str, limit_bytes: int
+    ) -> None:
+        try:
+            await self._publish_reply(outgoing, destination, limit_bytes)
+        except RecordTooLargeForBroker as error:
+            failure = FailureReply(
+                id=outgoing.request_id,
+                error=RecordTooLarge(
+                    "the reply exceeds what its destination takes, even in parts",
+                    limit=error.limit_bytes,
+                    given=error.given_bytes,
+                ),
+            )
+            await self._publish_bodies(outgoing, destination, failure, limit_bytes)
+
+    async def _publish_reply(
+        self, outgoing: Outgoing, destination: str, limit_bytes: int | None
+    ) -> None:
+        await self._publish_bodies(outgoing, destination, self._reply_of(outgoing), limit_bytes)
+
+    async def _publish_bodies(
+        self,
+        outgoing: Outgoing,
+        destination: str,
+        reply: Reply | FailureReply,
+        limit_bytes: int | None,
+    ) -> None:
+        content_type = outgoing.content_type
+        encoding: Encoding = "float" if content_type == "application/json" else "bytes"
+        if outgoing.in_flight is not None:
+            encoding = outgoing.in_flight.request.encoding
+        room = None if limit_bytes is None else max(256, limit_bytes - HEADER_ROOM_BYTES)
+
+        def encode() -> list[bytes]:
+            if isinstance(reply, FailureReply) or room is None or not self.policy.split_replies:
+                return [encode_reply(reply, content_type=content_type, encoding=encoding)]
+            return split_reply(reply, room, content_type=content_type, encoding=encoding)
+
+        if _numbers_in(reply) > OFF_LOOP_NUMBERS:
+            loop = asyncio.get_running_loop()
+            bodies = await loop.run_in_executor(self._encode_thread, encode)
+        else:
+            bodies = encode()
+        headers = reply_headers(reply, content_type, traceparent=outgoing.traceparent)
+        for body in bodies:
+            await self._publish(
+                outgoing.route.sink, destination, outgoing.request_id, body, headers
+            )
+
+    def _reply_of(self, outgoing: Outgoing) -> Reply | FailureReply:
+        in_flight = outgoing.in_flight
+        if in_flight is None:
+            error = outgoing.failure or Internal("a refusal without a reason; this is a bug")
+            metadata = dict(outgoing.metadata) if outgoing.metadata is not None else None
+            return FailureReply(id=outgoing.request_id, error=error, metadata=metadata)
+        return build_reply(
+            in_flight,
+            self._infos[in_flight.model],
+            now=self._clock.monotonic(),
+            received_at=in_flight.deliveries[0].received_at,
+        )
+
+    async def _publish(
+        self, sink: Sink, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+    ) -> None:
+        """One record, retried while the broker may yet take it. Raises `GaveUp` or the refusal."""
+        started = self._clock.monotonic()
+        backoff_s = self.policy.first_backoff_s
+        for attempt in itertools.count(1):
+            try:
+                await sink.publish(destination, key, body, headers)
+            except PublishError as error:
+                if not error.retryable:
+                    if isinstance(error, RecordTooLargeForBroker):
+                        raise
+                    raise GaveUp(str(error)) from error
+                if attempt >= self.policy.attempts:
+                    raise GaveUp(str(error)) from error
+                self._metrics.count("publish_retries_total")
+                log.warning(
+                    "publish_retried", destination_kind=_kind(destination), reason=str(error)
+                )
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(backoff_s * 2, self.policy.max_backoff_s)
+            else:
+                self._metrics.observe("publish_seconds", self._clock.monotonic() - started)
+                return
+
+    def _note(self, outgoing: Outgoing) -> None:
+        task = outgoing.in_flight.request.task if outgoing.in_flight is not None else "none"
+        self._metrics.count(
+            "requests_total", route=outgoing.route.name, task=task, outcome=outgoing.outcome
+        )
+        now = self._clock.monotonic()
+        self._metrics.observe(
+            "request_seconds", now - outgoing.deliveries[0].received_at, route=outgoing.route.name
+        )
+        if outgoing.in_flight is not None:
+            self._metrics.count("items_total", outgoing.in_flight.request.n_items, task=task)
+        log.debug("reply_published", request_id=outgoing.request_id, outcome=outgoing.outcome)
+
+    async def wait_quiet(self) -> None:
+        """Wait until nothing waits to be published and no publisher works."""
+        await self._quiet.wait()
+
+    def close(self) -> None:
+        """Stop the encoder thread and release what was never published."""
+        self._encode_thread.shutdown(wait=False, cancel_futures=True)
+        while (outgoing := self._mailbox.get_nowait()) is not None:
+            for delivery in outgoing.deliveries:
+                delivery.release("stopped before the reply was published")
+
+
+def _outcome_label(in_flight: InFlight) -> str:
+    if in_flight.failure is not None:
+        return in_flight.failure.code
+    n_errors = sum(isinstance(outcome, EmbedstreamError) for outcome in in_flight.outcomes)
+    if n_errors == 0:
+        return "ok"
+    return "partial" if n_errors < len(in_flight.outcomes) else "all_items_failed"
+
+
+def _numbers_in(reply: Reply | FailureReply) -> int:
+    if isinstance(reply, FailureReply):
+        return 0
+    per_item = reply.dimensions or 1
+    return per_item * len(reply.items)
+
+
+def _kind(destination: str) -> str:
+    return destination.split(":", 1)[0] if ":" in destination else "topic"

@@ -1,0 +1,88 @@
+"""The table of in-flight requests: what is admitted and not settled.
+
+Who calls it: ingress adds, egress removes, the dispatcher and housekeeping fail what expired,
+`pipeline.app` waits for it to be empty while draining.
+What must stay true: an entry enters after its charge and leaves with its refund; a request that
+arrives twice at once (same id, same bytes, same destination) is computed once and both deliveries
+are settled by the one reply (bug log F10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from actors.admission import Admission
+from actors.messages import InFlight
+from actors.ports import Delivery
+from schemas.requests import Lane
+
+
+class InFlightTable:
+    """All in-flight requests of the service, over all routes."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._by_key: dict[tuple[str, str, str, bytes], InFlight] = {}
+        self._by_id: dict[str, set[InFlight]] = {}
+        self._room = asyncio.Event()
+        self._room.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[InFlight]:
+        return iter(list(self._by_key.values()))
+
+    def join(self, key: tuple[str, str, str, bytes], delivery: Delivery) -> InFlight | None:
+        """The running twin of a request, which now also owns `delivery`; None when there is none."""
+        twin = self._by_key.get(key)
+        if twin is not None:
+            twin.deliveries.append(delivery)
+        return twin
+
+    def with_id(self, request_id: str) -> list[InFlight]:
+        """In-flight requests that carry this id (several senders may have chosen the same)."""
+        return list(self._by_id.get(request_id, ()))
+
+    def add(self, in_flight: InFlight) -> None:
+        """Charge the budgets and remember it."""
+        self._admission.charge(in_flight.lane, in_flight.cost_bytes)
+        self._by_key[in_flight.join_key] = in_flight
+        self._by_id.setdefault(in_flight.request.id, set()).add(in_flight)
+        self._empty.clear()
+
+    def charge_tokens(self, in_flight: InFlight, tokens: int) -> None:
+        """Charge what encoding made of (a slice of) a request; refunded by `remove`."""
+        if self._by_key.get(in_flight.join_key) is in_flight:
+            in_flight.charged_tokens += tokens
+            self._admission.charge_tokens(in_flight.lane, tokens)
+
+    def remove(self, in_flight: InFlight) -> None:
+        """Refund the budgets and forget it. Idempotent."""
+        if self._by_key.get(in_flight.join_key) is not in_flight:
+            return
+        del self._by_key[in_flight.join_key]
+        same_id = self._by_id[in_flight.request.id]
+        same_id.discard(in_flight)
+        if not same_id:
+            del self._by_id[in_flight.request.id]
+        self._admission.refund(in_flight.lane, in_flight.cost_bytes, in_flight.charged_tokens)
+        self._room.set()
+        if not self._by_key:
+            self._empty.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait until something was refunded since the last call."""
+        self._room.clear()
+        await self._room.wait()
+
+    async def wait_empty(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._empty.wait()
+
+    def count(self, lane: Lane) -> int:
+        """In-flight requests of one lane."""
+        return self._admission.use[lane].requests

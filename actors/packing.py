@@ -1,0 +1,172 @@
+"""The packer: which waiting items form the next batch. Pure; `now` is passed in.
+
+Who calls it: the coalescer, one packer per model.
+What must stay true: a batch holds at most `max_batch_tokens` tokens (a longer item travels alone);
+the oldest item of the lane that is served is always in the batch, so nothing can be overtaken for
+ever; interactive items go first but bulk keeps its floor share while it waits; what expired or
+ended is dropped here, before any compute; queued counts never go negative.
+
+Policy (sources: TEI and SGLang emit as soon as the device is idle and use no timer; Kafka's linger
+bounds the wait for a fuller batch while the device is busy):
+    emit   when a full batch waits, or the executor is idle, or the oldest item waited `linger_s`.
+    fill   bulk's earned share first, then interactive in order, then bulk in order; an item that
+           does not fit is passed over, within a look-ahead of `max_lookahead` items.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from actors.messages import Entry
+from schemas.requests import LANES, Lane
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPolicy:
+    """Numbers that steer one packer.
+
+    max_batch_tokens: the token budget. max_batch_items: rows of one batch. linger_s: longest wait
+    of an item for a fuller batch while the executor is busy. bulk_floor: share of the tokens
+    that bulk keeps while both lanes wait, 0 to 1. max_lookahead: items looked past to fill a gap.
+    group_lengths: prefer items near the first one's length (padded models only).
+    """
+
+    max_batch_tokens: int
+    max_batch_items: int = 1024
+    linger_s: float = 0.005
+    bulk_floor: float = 0.2
+    max_lookahead: int = 64
+    group_lengths: bool = False
+
+
+@dataclass(slots=True)
+class Take:
+    """What `next_batch` decided. `dropped`: expired or ended entries, to be answered by the caller."""
+
+    batch: list[Entry] = field(default_factory=list)
+    dropped: list[Entry] = field(default_factory=list)
+
+
+class Packer:
+    """Two lanes of waiting items of one model."""
+
+    def __init__(self, policy: PackingPolicy) -> None:
+        self.policy = policy
+        self._lanes: dict[Lane, deque[Entry]] = {lane: deque() for lane in LANES}
+        self._tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self._bulk_credit = 0.0
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._lanes.values())
+
+    def __repr__(self) -> str:
+        lanes = ", ".join(f"{lane}={len(queue)}" for lane, queue in self._lanes.items())
+        return f"Packer({lanes}, tokens={self.queued_tokens()})"
+
+    def queued_tokens(self, lane: Lane | None = None) -> int:
+        """Tokens waiting, in one lane or in both."""
+        return sum(self._tokens.values()) if lane is None else self._tokens[lane]
+
+    def queued_items(self, lane: Lane) -> int:
+        return len(self._lanes[lane])
+
+    def add(self, entries: Iterable[Entry], lane: Lane) -> None:
+        """Append to a lane."""
+        queue = self._lanes[lane]
+        for entry in entries:
+            queue.append(entry)
+            self._tokens[lane] += entry.n_tokens
+
+    def oldest_at(self, lane: Lane) -> float | None:
+        """When the lane's first item was queued, or None."""
+        queue = self._lanes[lane]
+        return queue[0].enqueued_at if queue else None
+
+    def ready_at(self, *, idle: bool) -> float | None:
+        """The moment from which a batch may be emitted: -inf now, None when nothing waits."""
+        if not len(self):
+            return None
+        full = (
+            self.queued_tokens() >= self.policy.max_batch_tokens
+            or len(self) >= self.policy.max_batch_items
+        )
+        if idle or full:
+            return float("-inf")
+        oldest = min(at for lane in LANES if (at := self.oldest_at(lane)) is not None)
+        return oldest + self.policy.linger_s
+
+    def next_batch(self, now: float, epoch_ms: int, *, idle: bool) -> Take:
+        """Take the next batch, or an empty one when it is better to wait."""
+        take = Take()
+        for lane in LANES:
+            self._drop_dead_heads(lane, epoch_ms, take.dropped)
+        ready = self.ready_at(idle=idle)
+        if ready is None or now < ready:
+            return take
+        budget = self.policy.max_batch_tokens
+        both = bool(self._lanes["interactive"]) and bool(self._lanes["bulk"])
+        if both:
+            self._bulk_credit = min(
+                self._bulk_credit + self.policy.bulk_floor * budget, 2.0 * budget
+            )
+            if self._bulk_credit >= self._lanes["bulk"][0].n_tokens:
+                share = min(int(self._bulk_credit), budget)
+                taken = self._fill("bulk", take, share, epoch_ms, alone_ok=True)
+                self._bulk_credit -= taken
+        else:
+            self._bulk_credit = 0.0
+        for lane in LANES:
+            used = sum(entry.n_tokens for entry in take.batch)
+            self._fill(lane, take, budget - used, epoch_ms, alone_ok=not take.batch)
+        return take
+
+    def _drop_dead_heads(self, lane: Lane, epoch_ms: int, dropped: list[Entry]) -> None:
+        queue = self._lanes[lane]
+        while queue and _is_dead(queue[0], epoch_ms):
+            self._remove(lane, 0, dropped)
+
+    def _remove(self, lane: Lane, position: int, into: list[Entry]) -> Entry:
+        queue = self._lanes[lane]
+        entry = queue[position]
+        del queue[position]
+        self._tokens[lane] -= entry.n_tokens
+        into.append(entry)
+        return entry
+
+    def _fill(self, lane: Lane, take: Take, room: int, epoch_ms: int, *, alone_ok: bool) -> int:
+        """Move entries that fit in `room` tokens from `lane` into the batch; returns their tokens."""
+        queue = self._lanes[lane]
+        taken = 0
+        if self.policy.group_lengths and queue:
+            self._bring_near_lengths_forward(queue)
+        position = 0
+        while position < len(queue) and position <= self.policy.max_lookahead:
+            if len(take.batch) >= self.policy.max_batch_items:
+                break
+            entry = queue[position]
+            if _is_dead(entry, epoch_ms):
+                self._remove(lane, position, take.dropped)
+                continue
+            fits = entry.n_tokens <= room
+            travels_alone = alone_ok and not take.batch and position == 0
+            if not fits and not travels_alone:
+                position += 1
+                continue
+            self._remove(lane, position, take.batch)
+            taken += entry.n_tokens
+            room -= entry.n_tokens
+            if room <= 0:
+                break
+        return taken
+
+    def _bring_near_lengths_forward(self, queue: deque[Entry]) -> None:
+        window = [queue.popleft() for _ in range(min(len(queue), self.policy.max_lookahead))]
+        head = window[0]
+        rest = sorted(window[1:], key=lambda entry: abs(entry.n_tokens - head.n_tokens))
+        queue.extendleft(reversed([head, *rest]))
+
+
+def _is_dead(entry: Entry, epoch_ms: int) -> bool:
+    return entry.owner.closed or entry.owner.expired(epoch_ms)

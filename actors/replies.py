@@ -1,0 +1,169 @@
+"""Building a reply from a request and its outcomes. Pure.
+
+Who calls it: egress, once per in-flight request.
+What must stay true: result i belongs to item i of the request; errors sit at their index; the
+reply is a function of request, outcomes and model alone except for `timings`; arrays arrive as
+finite float32 and leave as little-endian bytes of the asked dtype.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actors.messages import InFlight
+from gpu.batch import Float32, ItemOutcome, ItemResult, ModelInfo
+from schemas.errors import EmbedstreamError, Internal, NonFinite
+from schemas.requests import ClassifyRequest, DType, EmbedRequest, RerankRequest
+from schemas.results import (
+    FailureReply,
+    ItemReply,
+    ModelRef,
+    Reply,
+    Sparse,
+    Timings,
+    Usage,
+)
+
+
+def quantize(vector: Float32, dtype: DType) -> tuple[bytes, float | None]:
+    """float32 [d] -> little-endian bytes of `dtype`, and the scale for int8.
+
+    float16: IEEE half, round to nearest. int8: symmetric per vector, scale = max|x| / 127 and
+    x ~ q * scale, so that no calibration set is needed. binary: sign bits, most significant bit
+    first, 1 where x > 0 (numpy.packbits; as sentence-transformers' ubinary).
+    Raises `NonFinite` when float16 overflows.
+    """
+    if dtype == "float32":
+        return vector.astype("<f4", copy=False).tobytes(), None
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            half = vector.astype("<f2")
+        if not np.isfinite(half).all():
+            raise NonFinite("a component exceeds the range of float16; ask for float32")
+        return half.tobytes(), None
+    if dtype == "int8":
+        peak = float(np.abs(vector).max(initial=0.0))
+        scale = peak / 127.0 if peak > 0 else 1.0
+        return np.clip(np.rint(vector / scale), -127, 127).astype(np.int8).tobytes(), scale
+    return np.packbits(vector > 0).tobytes(), None
+
+
+def build_reply(
+    in_flight: InFlight, info: ModelInfo, *, now: float, received_at: float
+) -> Reply | FailureReply:
+    """The whole reply. `now` and `received_at` are monotonic seconds, for `timings` only."""
+    request = in_flight.request
+    if in_flight.failure is not None:
+        return FailureReply(id=request.id, error=in_flight.failure, metadata=request.metadata)
+    items = [
+        _item_reply(in_flight, index, outcome) for index, outcome in enumerate(in_flight.outcomes)
+    ]
+    prompt_tokens = sum(in_flight.tokens)
+    if isinstance(request, RerankRequest):
+        items = _ranked(items, request)
+    dimensions = normalized = dtype = None
+    if isinstance(request, EmbedRequest) and set(request.outputs) & {"dense", "multivector"}:
+        dimensions = request.dimensions or info.dimensions
+        normalized = info.normalized if request.normalize is None else request.normalize
+        dtype = request.dtype
+    first = in_flight.first_forward_at
+    return Reply(
+        id=request.id,
+        task=request.task,
+        model=ModelRef(name=info.name, fingerprint=info.fingerprint, dtype=info.dtype),
+        items=items,
+        n=len(items),
+        usage=Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens),
+        dimensions=dimensions,
+        dtype=dtype,
+        normalized=normalized,
+        prompt=in_flight.prompt,
+        timings=Timings(
+            queue_ms=round(((first if first is not None else now) - received_at) * 1000, 3),
+            forward_ms=round(in_flight.forward_s * 1000, 3),
+            total_ms=round((now - received_at) * 1000, 3),
+        ),
+        metadata=request.metadata,
+    )
+
+
+def _ranked(items: list[ItemReply], request: RerankRequest) -> list[ItemReply]:
+    """Best first, ties by index, errors last; cut to `top_n` (errors are not counted as hits)."""
+    if not request.sort:
+        return items
+    hits = [item for item in items if item.relevance_score is not None]
+    errors = [item for item in items if item.relevance_score is None]
+    hits.sort(key=lambda item: (-(item.relevance_score or 0.0), item.index))
+    if request.top_n is not None:
+        hits = hits[: request.top_n]
+    return hits + errors
+
+
+def _item_reply(in_flight: InFlight, index: int, outcome: ItemOutcome | None) -> ItemReply:
+    request = in_flight.request
+    if outcome is None:
+        outcome = Internal("an item was never answered; this is a bug", items=(index,))
+    if isinstance(outcome, EmbedstreamError):
+        return ItemReply(index=index, error=outcome)
+    try:
+        if isinstance(request, EmbedRequest):
+            return _embed_item(in_flight, request, index, outcome)
+        if isinstance(request, ClassifyRequest):
+            return _classify_item(in_flight, index, outcome)
+        return _score_item(in_flight, request, index, outcome)
+    except EmbedstreamError as error:
+        error.items = (index,)
+        return ItemReply(index=index, error=error)
+
+
+def _embed_item(
+    in_flight: InFlight, request: EmbedRequest, index: int, outcome: ItemResult
+) -> ItemReply:
+    embedding = scale = None
+    if "dense" in request.outputs:
+        assert outcome.dense is not None
+        embedding, scale = quantize(outcome.dense, request.dtype)
+    sparse = None
+    if "sparse" in request.outputs:
+        assert outcome.sparse is not None
+        ids, weights = outcome.sparse
+        sparse = Sparse(indices=ids.tolist(), values=weights.tolist())
+    multivector = None
+    if "multivector" in request.outputs:
+        assert outcome.multivector is not None
+        multivector = [quantize(row, request.dtype)[0] for row in outcome.multivector]
+    return ItemReply(
+        index=index,
+        embedding=embedding,
+        scale=scale,
+        sparse=sparse,
+        multivector=multivector,
+        tokens=in_flight.tokens[index],
+        truncated=in_flight.truncated[index],
+    )
+
+
+def _classify_item(in_flight: InFlight, index: int, outcome: ItemResult) -> ItemReply:
+    assert outcome.scores is not None
+    labels = in_flight.labels or tuple(f"LABEL_{i}" for i in range(len(outcome.scores)))
+    return ItemReply(
+        index=index,
+        scores={label: float(s) for label, s in zip(labels, outcome.scores, strict=True)},
+        tokens=in_flight.tokens[index],
+        truncated=in_flight.truncated[index],
+    )
+
+
+def _score_item(
+    in_flight: InFlight, request: RerankRequest, index: int, outcome: ItemResult
+) -> ItemReply:
+    assert outcome.scores is not None and outcome.scores.shape == (1,)
+    document = request.documents[index]
+    return ItemReply(
+        index=index,
+        relevance_score=float(outcome.scores[0]),
+        id=document.id,
+        document=document.text if request.return_documents else None,
+        tokens=in_flight.tokens[index],
+        truncated=in_flight.truncated[index],
+    )

@@ -1,0 +1,497 @@
+"""The application. **Start reading here**: the graph is built in the order a request passes it.
+
+    source -> ingress -> tokenizer -> coalescer -> dispatcher -> executor -> egress -> sink, settle
+
+Who calls it: `embedstream serve`, `up`, `check` and, through `run_inproc`, the one-off commands.
+What must stay true: nothing is taken from a broker before every model answers; stopping runs the
+same steps in order under one `Deadline`; whatever is not settled when the process ends is delivered
+again to somebody; the exit status tells which of the two it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import structlog
+
+from actors.admission import Admission, LaneBudget
+from actors.coalescer import Coalescer
+from actors.dispatcher import Dispatcher, ExecutorDied
+from actors.egress import Egress, PublishPolicy
+from actors.housekeeping import Housekeeping
+from actors.in_flight import InFlightTable
+from actors.ingress import Ingress
+from actors.messages import Route
+from actors.packing import PackingPolicy
+from actors.ports import Clock, Deadline, Metrics, NoMetrics, SystemClock
+from actors.supervisor import NO_RESTART, Supervisor
+from actors.tokenizer import Tokenizer
+from gpu.batch import ModelInfo, Runner
+from gpu.executor import ModelExecutor
+from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
+from pipeline.loading import LoadedModels, load_models
+from pipeline.settings import RouteSettings, Settings
+from pipeline.transports import Transport, open_transport, parse_url
+from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
+from schemas.requests import LANES, TASKS, Task
+
+log = structlog.get_logger(__name__)
+
+CLOSE_BUDGET_S = 5.0
+"""For leaving groups and closing connections after the drain, whatever state the brokers are in."""
+
+
+class App:
+    """One service: a model pool, its executor, and the routes that share them.
+
+    Args:
+        settings: checked settings (`pipeline.settings.load`).
+        metrics: where counters go; `NoMetrics` when absent.
+        transports: open transports by route name, instead of opening the routes' URLs.
+        runner_factories: runners by model name, instead of loading the settings' models.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        metrics: Metrics | None = None,
+        clock: Clock | None = None,
+        transports: Mapping[str, Transport] | None = None,
+        runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.metrics: Metrics = metrics or NoMetrics()
+        self.clock: Clock = clock or SystemClock()
+        self.phase = "starting"
+        self.ready = asyncio.Event()
+        self.models: dict[str, ModelInfo] = {}
+        self.routes: list[Route] = []
+        self.executor: ModelExecutor | None = None
+        self.dispatcher: Dispatcher | None = None
+        self.housekeeping: Housekeeping | None = None
+        self.table: InFlightTable | None = None
+        self.coalescer: Coalescer | None = None
+        self.supervisor: Supervisor | None = None
+        self._transports = transports
+        self._runner_factories = runner_factories
+        self._ingresses: list[Ingress] = []
+        self._egress: Egress | None = None
+
+    # --- running ---------------------------------------------------------------------------------
+
+    async def run(self, stop: StopSignal) -> ExitStatus:
+        """Serve until `stop` is requested, every source is exhausted, or something fails for good.
+
+        Raises `OperatorError` when models or brokers cannot be had; nothing was taken then.
+        """
+        drained, failed = False, None
+        async with Supervisor(
+            clock=self.clock, metrics=self.metrics, fatal_errors=(ExecutorDied,)
+        ) as supervisor:
+            self.supervisor = supervisor
+            # Sources leave their groups while their tasks still run: resources close first.
+            async with AsyncExitStack() as resources:
+                try:
+                    drained = await self._serve(stop, supervisor, resources)
+                except Exception as error:  # noqa: BLE001  raised below, outside the TaskGroup
+                    failed = error
+        if failed is not None:
+            raise failed
+        self.phase = "stopped"
+        status = exit_status_for(
+            drained=drained, fatal=supervisor.fatal is not None, forced_by=stop.forced_by
+        )
+        log.info("service_stopped", status=status.name, reason=stop.reason)
+        return status
+
+    async def _serve(
+        self, stop: StopSignal, supervisor: Supervisor, resources: AsyncExitStack
+    ) -> bool:
+        start = self._start(supervisor, resources)
+        if not await self._until(stop, supervisor, start, on_stop="return"):
+            return supervisor.fatal is None
+        self.phase = "ready"
+        self.ready.set()
+        log.info("service_ready", models=sorted(self.models), routes=len(self.routes))
+        await self._until(stop, supervisor, self._exhausted(), on_stop="return")
+        return await self._stop(stop, supervisor)
+
+    async def _start(self, supervisor: Supervisor, resources: AsyncExitStack) -> None:
+        settings = self.settings
+        self.phase = "loading models"
+        loaded = await load_models(
+            settings, factories=self._runner_factories, on_phase=self._on_phase
+        )
+        self.executor = loaded.executor
+        resources.callback(loaded.close)
+        self.models = loaded.infos
+
+        self.phase = "connecting"
+        self.routes = await self._open_routes(loaded, resources)
+        self._build(supervisor, loaded)
+
+    def _build(self, supervisor: Supervisor, loaded: LoadedModels) -> None:
+        """The graph, last station first, so that each finds the next one running."""
+        settings, clock, metrics = self.settings, self.clock, self.metrics
+        admission = Admission({lane: _lane_budget(settings, lane) for lane in LANES})
+        table = self.table = InFlightTable(admission)
+        egress = self._egress = Egress(
+            table,
+            self.models,
+            policy=PublishPolicy(
+                max_concurrent=settings.publish.max_concurrent,
+                attempts=settings.publish.attempts,
+                first_backoff_s=settings.publish.backoff_ms / 1000,
+                max_backoff_s=settings.publish.max_backoff_ms / 1000,
+                split_replies=settings.publish.split_replies,
+            ),
+            max_waiting=sum(b.max_requests for b in admission.budgets.values()),
+            clock=clock,
+            metrics=metrics,
+        )
+        coalescer = self.coalescer = Coalescer(
+            {name: _packing_policy(settings, info) for name, info in self.models.items()},
+            max_queued_tokens=max(b.max_tokens for b in admission.budgets.values()),
+            clock=clock,
+            fail=egress.fail,
+        )
+        dispatcher = self.dispatcher = Dispatcher(
+            coalescer,
+            loaded.executor,
+            spawn=supervisor.spawn,
+            complete=egress.complete,
+            clock=clock,
+            metrics=metrics,
+        )
+        tokenizers = {
+            name: Tokenizer(
+                name,
+                runner.encoder,
+                coalescer,
+                charge_tokens=table.charge_tokens,
+                complete=egress.complete,
+                fail=egress.fail,
+                clock=clock,
+                metrics=metrics,
+            )
+            for name, runner in loaded.runners.items()
+        }
+        self.housekeeping = Housekeeping(
+            table,
+            coalescer,
+            n_running=lambda: dispatcher.n_out,
+            fail=egress.fail,
+            clock=clock,
+            metrics=metrics,
+        )
+        self._ingresses = [
+            Ingress(
+                route,
+                admission=admission,
+                table=table,
+                tokenizers=tokenizers,
+                infos=self.models,
+                egress=egress,
+                clock=clock,
+                metrics=metrics,
+            )
+            for route in self.routes
+        ]
+
+        for number in range(settings.publish.max_concurrent):
+            supervisor.start(f"publisher.{number}", egress.run)
+        supervisor.start("dispatcher", dispatcher.run)
+        supervisor.start("housekeeping", self.housekeeping.run)
+        for name, tokenizer in tokenizers.items():
+            for lane in LANES:
+                supervisor.start(f"tokenizer.{name}.{lane}", _bind(tokenizer.run, lane))
+        for route in self.routes:
+            supervisor.start(f"source.{route.name}", route.source.run, NO_RESTART)
+        for ingress in self._ingresses:
+            supervisor.start(f"ingress.{ingress.route.name}", ingress.run)
+        loaded.on_close.extend([egress.close, *(i.close for i in self._ingresses)])
+        loaded.on_close.extend(tokenizer.close for tokenizer in tokenizers.values())
+
+    async def _open_routes(self, loaded: LoadedModels, resources: AsyncExitStack) -> list[Route]:
+        routes = []
+        for route_settings in self.settings.routes:
+            transport = await self._open_transport(route_settings)
+            resources.push_async_callback(_close_quietly, transport.sink.aclose, "sink")
+            resources.push_async_callback(_close_quietly, transport.source.aclose, "source")
+            routes.append(
+                Route(
+                    name=route_settings.name,
+                    lane=route_settings.lane,
+                    source=transport.source,
+                    sink=transport.sink,
+                    models=self._default_models(route_settings),
+                    limits=self.settings.limits_for(route_settings),
+                    max_attempts=self.settings.attempts.max_attempts,
+                )
+            )
+        return routes
+
+    async def _open_transport(self, route: RouteSettings) -> Transport:
+        if self._transports is not None:
+            return self._transports[route.name]
+        self._on_phase(f"connecting route {route.name}")
+        try:
+            return await open_transport(
+                parse_url(route.source), clock=self.clock, metrics=self.metrics
+            )
+        except (ConnectionError, ValueError) as error:
+            raise OperatorError(f"route {route.name}: {error}") from error
+
+    def _default_models(self, route: RouteSettings) -> dict[Task, str]:
+        """Task -> model: what the route says, else what a model says, else the first that can."""
+        chosen: dict[Task, str] = {}
+        for task in TASKS:
+            able = [name for name, info in self.models.items() if task in info.tasks]
+            named = self.settings.model_for(route, task)
+            if named is not None:
+                chosen[task] = named
+            elif able:
+                chosen[task] = able[0]
+        return chosen
+
+    def _on_phase(self, phase: str) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            log.info("phase", phase=phase)
+
+    async def _exhausted(self) -> None:
+        """Until every source has said that nothing more will come (files, one-off runs)."""
+        for ingress in self._ingresses:
+            await ingress.closed.wait()
+
+    # --- stopping --------------------------------------------------------------------------------
+
+    async def _stop(self, stop: StopSignal, supervisor: Supervisor) -> bool:
+        """Intake off, drain, publish, settle; true when nothing was left. One budget for all."""
+        self.phase = "draining"
+        stop.request("all sources are exhausted")
+        deadline = stop.deadline
+        assert deadline is not None
+        for route in self.routes:
+            route.source.stop_intake()
+        drained = False
+        if supervisor.fatal is None:
+            drained = await self._until(
+                stop, supervisor, self._drain(deadline), on_stop="force", deadline=deadline
+            )
+        if not drained:
+            self._release_rest()
+        # Settles are made durable also after a failed drain: what was answered must not come again.
+        flush_deadline = Deadline(max(deadline.remaining_s(), 1.0))
+        for route in self.routes:
+            await _close_quietly(_bind(route.source.flush, flush_deadline), "flush")
+        return drained
+
+    async def _drain(self, deadline: Deadline) -> None:
+        assert self.table is not None and self._egress is not None
+        log.info("draining", in_flight=len(self.table), budget_s=round(deadline.remaining_s(), 1))
+        await self._exhausted()
+        await self.table.wait_empty()
+        await self._egress.wait_quiet()
+
+    def _release_rest(self) -> None:
+        assert self.table is not None
+        left = list(self.table)
+        if left:
+            log.warning("released_unfinished", n_requests=len(left))
+        for in_flight in left:
+            in_flight.closed = True
+            for delivery in in_flight.deliveries:
+                delivery.release("stopped before the answer was complete")
+
+    async def _until(
+        self,
+        stop: StopSignal,
+        supervisor: Supervisor,
+        work: Coroutine[Any, Any, None],
+        *,
+        on_stop: str,
+        deadline: Deadline | None = None,
+    ) -> bool:
+        """Run `work` until it ends (true) or is cut short (false).
+
+        on_stop: "return" at the first request to stop, "force" at the second one only.
+        Always cut short by a fatal actor and by `deadline`. Errors of `work` are raised.
+        """
+        waiter = stop.wait_forced if on_stop == "force" else stop.wait
+        timeout_s = None if deadline is None else deadline.remaining_s()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(_errors_as_value(work))
+            others = [group.create_task(waiter()), group.create_task(supervisor.wait_fatal())]
+            await asyncio.wait(
+                {task, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            finished = task.done()
+            for other in (task, *others):
+                other.cancel()
+        if not finished:
+            return False
+        error = task.result()
+        if error is not None:
+            raise error
+        return True
+
+    # --- looking in ------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """A snapshot for `/statistics`, the demo's summary and tests. Plain values."""
+        routes = {}
+        for route in self.routes:
+            status = route.source.status()
+            routes[route.name] = {
+                "connected": status.connected,
+                "detail": status.detail,
+                "in_flight": status.in_flight,
+                "buffered": status.buffered,
+            }
+        return {
+            "phase": self.phase,
+            "in_flight": len(self.table) if self.table is not None else 0,
+            "routes": routes,
+            "queued_tokens": self.coalescer.statistics() if self.coalescer is not None else {},
+            "executor": self.dispatcher.statistics() if self.dispatcher is not None else {},
+            "loop_lag_s": self.housekeeping.loop_lag_s if self.housekeeping is not None else 0.0,
+            "idle_with_work_s": (
+                self.housekeeping.idle_with_work_s if self.housekeeping is not None else 0.0
+            ),
+            "restarts": dict(self.supervisor.restarts) if self.supervisor is not None else {},
+            "models": {name: _info_as_dict(info) for name, info in self.models.items()},
+        }
+
+
+def _lane_budget(settings: Settings, lane: Any) -> LaneBudget:
+    admission = settings.admission.lane(lane)
+    return LaneBudget(
+        max_requests=admission.max_in_flight_requests,
+        max_tokens=admission.max_in_flight_tokens,
+        max_bytes=admission.max_in_flight_bytes,
+        full_policy=admission.when_full,
+    )
+
+
+def _packing_policy(settings: Settings, info: ModelInfo) -> PackingPolicy:
+    return PackingPolicy(
+        max_batch_tokens=info.max_batch_tokens,
+        max_batch_items=settings.batching.max_batch_items,
+        linger_s=settings.batching.linger_ms / 1000,
+        bulk_floor=settings.batching.bulk_floor,
+        max_lookahead=settings.batching.max_reorder_items,
+        group_lengths=not info.packed,
+    )
+
+
+def _info_as_dict(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "fingerprint": info.fingerprint,
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "device": info.device,
+        "tasks": sorted(info.tasks),
+        "max_tokens": info.max_tokens,
+        "max_batch_tokens": info.max_batch_tokens,
+        "dimensions": info.dimensions,
+        "pooling": info.pooling,
+        "packed": info.packed,
+        "attention": info.attention,
+        "linears": info.linears,
+        "notes": list(info.notes),
+    }
+
+
+def _bind(
+    function: Callable[[Any], Coroutine[Any, Any, None]], argument: Any
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    def call() -> Coroutine[Any, Any, None]:
+        return function(argument)
+
+    return call
+
+
+async def _errors_as_value(work: Coroutine[Any, Any, None]) -> Exception | None:
+    """Await `work`; an error is returned, so that it does not cancel its siblings."""
+    try:
+        await work
+    except Exception as error:  # noqa: BLE001  re-raised by the caller, unchanged
+        return error
+    return None
+
+
+async def _close_quietly(close: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+    """Close in bounded time; a broker that is gone must not keep us (bug log G02)."""
+    try:
+        async with asyncio.timeout(CLOSE_BUDGET_S):
+            await close()
+    except Exception as error:  # noqa: BLE001  boundary: closing is best effort, and said
+        log.warning("close_failed", what=what, error_type=type(error).__name__)
+
+
+class InprocService:
+    """A service inside this process: send a record, get its reply records."""
+
+    def __init__(self, app: App, broker: InprocBroker) -> None:
+        self.app = app
+        self._broker = broker
+
+    async def request(
+        self, body: bytes, headers: Mapping[str, bytes] | None = None
+    ) -> list[InprocReply]:
+        """Every reply record of one request record, in order (several when it was split)."""
+        return await self._broker.submit(body, headers)
+
+
+@asynccontextmanager
+async def run_inproc(
+    settings: Settings,
+    *,
+    metrics: Metrics | None = None,
+    runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
+) -> AsyncIterator[InprocService]:
+    """A running service without a broker, for one-off commands, the quick demo and tests.
+
+    `settings.routes` is replaced by one in-process route. Raises what `App.run` raises.
+    """
+    route = RouteSettings(name="inproc", source="inproc://embedstream", lane="bulk")
+    settings = msgspec.structs.replace(settings, routes=(route,))
+    broker = InprocBroker()
+    transport = Transport(InprocSource(broker), InprocSink(broker))
+    await transport.source.open()
+    app = App(
+        settings,
+        metrics=metrics,
+        transports={route.name: transport},
+        runner_factories=runner_factories,
+    )
+    stop = StopSignal(settings.lifecycle.drain_budget_s)
+    error: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_errors_as_value(_run_to_end(app, stop)))
+        ready = group.create_task(app.ready.wait())
+        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if not running.done():
+            try:
+                yield InprocService(app, broker)
+            except Exception as raised:  # noqa: BLE001  raised below, outside the TaskGroup
+                error = raised
+            finally:
+                stop.request("the one-off run is over")
+                await asyncio.wait({running})
+    error = running.result() or error
+    if error is not None:
+        raise error
+
+
+async def _run_to_end(app: App, stop: StopSignal) -> None:
+    status = await app.run(stop)
+    if status is ExitStatus.FATAL:
+        raise OperatorError("the model failed for good; see the log", exit_status=status)

@@ -1,0 +1,139 @@
+"""Loading the model pool: names and folders in, a running executor and its models out.
+
+Who calls it: `pipeline.app` before anything is taken from a broker; `embedstream check`.
+What must stay true: a model that does not load stops the service with one line that names the
+model, the setting and the remedy; nothing is left running then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from gpu.batch import ModelInfo, Runner
+from gpu.executor import ModelExecutor
+from pipeline.lifecycle import ExitStatus, OperatorError
+from pipeline.models import ModelFetchError, resolve_model
+from pipeline.settings import ModelSettings, Settings
+
+log = structlog.get_logger(__name__)
+
+EXECUTOR_CLOSE_S = 2.0
+"""A forward that is running cannot be interrupted; after this its thread is left to the exit."""
+
+
+@dataclass(slots=True)
+class LoadedModels:
+    """The executor and what it holds. `on_close` runs first, in order."""
+
+    executor: ModelExecutor
+    runners: dict[str, Runner]
+    infos: dict[str, ModelInfo]
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Stop threads and drop models."""
+        for close in self.on_close:
+            close()
+        self.executor.close(EXECUTOR_CLOSE_S)
+
+
+def cpu_workers(settings: Settings) -> int:
+    """Executor threads: the setting, else the cores that this process may use."""
+    configured = settings.executor.cpu_workers
+    if configured != "auto":
+        return configured
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+async def load_models(
+    settings: Settings,
+    *,
+    factories: Mapping[str, Callable[[], Runner]] | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> LoadedModels:
+    """Fetch what is packaged, load every model on the executor, warm it up.
+
+    Args:
+        factories: runners by name instead of the settings' models (tests, benchmarks).
+
+    Raises:
+        OperatorError: a model cannot be had or does not load.
+    """
+    if factories is None:
+        if not settings.models:
+            raise OperatorError(
+                "no model is configured: add [models.NAME] with a path, or run "
+                "`embedstream models fetch`",
+                exit_status=ExitStatus.USAGE,
+            )
+        factories = {
+            name: await _factory(name, model, on_phase) for name, model in settings.models.items()
+        }
+    executor = ModelExecutor(factories, workers=cpu_workers(settings))
+    loaded = LoadedModels(executor, {}, {})
+    try:
+        for name in factories:
+            on_phase(f"loading model {name}")
+            runner = await _load(executor, name)
+            loaded.runners[name] = runner
+            loaded.infos[name] = runner.info
+            log.info(
+                "model_loaded",
+                model=name,
+                architecture=runner.info.architecture,
+                dtype=runner.info.dtype,
+                packed=runner.info.packed,
+                max_batch_tokens=runner.info.max_batch_tokens,
+            )
+            for note in runner.info.notes:
+                log.warning("model_note", model=name, note=note)
+    except BaseException:
+        loaded.close()
+        raise
+    return loaded
+
+
+async def _factory(
+    name: str, model: ModelSettings, on_phase: Callable[[str], None]
+) -> Callable[[], Runner]:
+    from gpu.model_runner import make_runner_factory
+
+    on_phase(f"fetching model {name}")
+    try:
+        path = await asyncio.to_thread(resolve_model, model.path)
+    except ModelFetchError as error:
+        raise OperatorError(f"models.{name}.path: {error}") from error
+    return make_runner_factory(
+        name,
+        path,
+        max_batch_tokens=model.max_batch_tokens,
+        max_tokens=model.max_tokens,
+        dtype=model.dtype,
+        device=model.device,
+        attention=model.attention,
+        pooling=model.pooling,
+        matryoshka_dimensions=model.matryoshka_dimensions,
+        prompts=model.prompts,
+        empty_input=model.empty_input,
+        trust_remote_code=model.trust_remote_code,
+        allow_pickle=model.allow_pickle,
+    )
+
+
+async def _load(executor: ModelExecutor, name: str) -> Runner:
+    try:
+        return await asyncio.wrap_future(executor.load(name))
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # noqa: BLE001  boundary: whatever a model folder may cause
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise OperatorError(
+            f"models.{name} does not load: {type(error).__name__}: {reason[:400]}"
+        ) from error

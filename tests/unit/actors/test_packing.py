@@ -1,0 +1,133 @@
+"""The packing policy: budget, lanes, lookahead, deadlines. Pure, so plain values in and out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.messages import Entry
+from actors.packing import Packer, PackingPolicy
+from tests.support.stations import entry
+
+
+def packer(**given: object) -> Packer:
+    return Packer(PackingPolicy(**{"max_batch_tokens": 100, "linger_s": 1.0, **given}))  # type: ignore[arg-type]
+
+
+def lengths(entries: list[Entry]) -> list[int]:
+    return [one.n_tokens for one in entries]
+
+
+def test_the_budget_bounds_a_batch() -> None:
+    """C02: eight long items never share a batch above the token budget."""
+    box = packer()
+    box.add([entry(40) for _ in range(8)], "bulk")
+    batches = []
+    while (take := box.next_batch(0.0, 0, idle=True)).batch:
+        batches.append(lengths(take.batch))
+    assert batches == [[40, 40]] * 4
+    assert box.queued_tokens() == 0
+
+
+def test_an_item_above_the_budget_travels_alone() -> None:
+    """anchors trap 11: an item above the budget is a batch of one, not an endless loop."""
+    box = packer()
+    box.add([entry(5), entry(400), entry(5)], "bulk")
+    assert lengths(box.next_batch(0.0, 0, idle=True).batch) == [5, 5]
+    assert lengths(box.next_batch(0.0, 0, idle=True).batch) == [400]
+    assert box.next_batch(0.0, 0, idle=True).batch == []
+
+
+def test_small_items_are_coalesced_into_few_batches() -> None:
+    """C14: 64 queued single-text messages need at most ceil(tokens / budget) forwards."""
+    box = packer()
+    box.add([entry(7) for _ in range(64)], "bulk")
+    n = 0
+    while box.next_batch(0.0, 0, idle=True).batch:
+        n += 1
+    assert n == -(-64 * 7 // 98)
+
+
+def test_a_busy_executor_waits_for_a_full_batch_or_the_linger() -> None:
+    box = packer()
+    box.add([entry(30, at=10.0)], "bulk")
+    assert box.next_batch(10.5, 0, idle=False).batch == []
+    assert box.ready_at(idle=False) == 11.0
+    assert lengths(box.next_batch(11.0, 0, idle=False).batch) == [30]
+    box.add([entry(60, at=12.0), entry(60, at=12.0)], "bulk")
+    assert lengths(box.next_batch(12.0, 0, idle=False).batch) == [60]
+
+
+def test_interactive_goes_first_and_bulk_keeps_its_floor() -> None:
+    box = packer(bulk_floor=0.25)
+    box.add([entry(10) for _ in range(200)], "interactive")
+    box.add([entry(10) for _ in range(200)], "bulk")
+    bulk_share = []
+    for _ in range(20):
+        before = box.queued_items("bulk")
+        take = box.next_batch(0.0, 0, idle=True)
+        assert sum(lengths(take.batch)) <= 100
+        bulk_share.append(before - box.queued_items("bulk"))
+    assert sum(bulk_share) * 10 == 0.25 * 20 * 100
+
+
+def test_bulk_fills_what_interactive_leaves() -> None:
+    box = packer(bulk_floor=0.0)
+    box.add([entry(30)], "interactive")
+    box.add([entry(50), entry(50)], "bulk")
+    assert lengths(box.next_batch(0.0, 0, idle=True).batch) == [30, 50]
+
+
+def test_expired_and_ended_items_are_dropped_before_compute() -> None:
+    """G10: expired requests never reach a forward."""
+    box = packer()
+    late, ended, good = entry(5, deadline_ms=1000), entry(5), entry(5)
+    ended.owner.closed = True
+    box.add([late, good, ended], "bulk")
+    take = box.next_batch(0.0, 1000, idle=True)
+    assert take.batch == [good] and set(map(id, take.dropped)) == {id(late), id(ended)}
+    assert box.queued_tokens() == 0
+
+
+def test_lookahead_is_bounded_and_the_oldest_is_always_taken() -> None:
+    box = packer(max_lookahead=2)
+    items = [entry(60), entry(61), entry(62), entry(63), entry(30)]
+    box.add(items, "bulk")
+    taken = []
+    while (take := box.next_batch(0.0, 0, idle=True)).batch:
+        taken.append(lengths(take.batch))
+    # The 30 is out of sight of the first batch, and fills the second one's gap.
+    assert taken == [[60], [61, 30], [62], [63]]
+
+
+def test_padded_models_group_near_lengths() -> None:
+    box = packer(group_lengths=True)
+    box.add([entry(20), entry(90), entry(21), entry(80), entry(19), entry(22)], "bulk")
+    assert sorted(lengths(box.next_batch(0.0, 0, idle=True).batch)) == [19, 20, 21, 22]
+
+
+@given(
+    interactive=st.lists(st.integers(1, 150), max_size=40),
+    bulk=st.lists(st.integers(1, 150), max_size=40),
+    floor=st.floats(0, 0.9),
+    grouped=st.booleans(),
+)
+def test_every_item_leaves_exactly_once_and_budgets_hold(
+    interactive: list[int], bulk: list[int], floor: float, grouped: bool
+) -> None:
+    """A07 (no item lost or doubled), C02, I01 (token counts return to zero, never negative)."""
+    box = packer(bulk_floor=floor, group_lengths=grouped)
+    entries = {"interactive": [entry(n) for n in interactive], "bulk": [entry(n) for n in bulk]}
+    box.add(entries["interactive"], "interactive")
+    box.add(entries["bulk"], "bulk")
+    seen: list[int] = []
+    for _ in range(len(interactive) + len(bulk)):
+        heads = [box.oldest_at("interactive"), box.oldest_at("bulk")]
+        take = box.next_batch(0.0, 0, idle=True)
+        assert take.batch or heads == [None, None]
+        total = sum(lengths(take.batch))
+        assert total <= 100 or len(take.batch) == 1
+        assert box.queued_tokens("interactive") >= 0 and box.queued_tokens("bulk") >= 0
+        seen.extend(id(one) for one in take.batch)
+    assert sorted(seen) == sorted(id(one) for lane in entries.values() for one in lane)
+    assert box.queued_tokens() == 0 and len(box) == 0
