@@ -1,0 +1,85 @@
+"""The per-architecture table: everything the engine must know that a config file does not say.
+
+Who calls it: `gpu.artifacts` (limits, tasks, pooling defaults) and `gpu.model_runner` (how to call
+the base model, which head recipe to run).
+What must stay true: plain values, no torch; adding a family is adding one row; a model type without
+a row is refused at load by name, never guessed. Rows were checked against transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+HeadRecipe: TypeAlias = Literal[
+    "pooler_classifier",  # classifier(pooler(first token))
+    "classifier_on_first",  # classifier(first token as a sequence of one)
+    "distilbert",  # classifier(relu(pre_classifier(first token)))
+    "modernbert",  # classifier(head(first token or mean, as config.classifier_pooling says))
+    "score_on_last",  # score(last token)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row.
+
+    model_type: `config.json`'s `model_type`.
+    position_offset: "none", or "pad_token" where positions start at pad_token_id + 1 (RoBERTa and
+        its kin: `max_position_embeddings` 514 means 512 usable tokens).
+    learned_positions: the position table bounds the length; otherwise the config value is advice.
+    default_pooling: used only when the folder names none; None: such a folder is refused.
+    head: recipe of `*ForSequenceClassification`; None: such models are refused.
+    causal: attention is causal unless the config says otherwise.
+    padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
+    """
+
+    model_type: str
+    position_offset: Literal["none", "pad_token"] = "none"
+    learned_positions: bool = True
+    default_pooling: Literal["cls", "mean", "last_token"] | None = None
+    head: HeadRecipe | None = "classifier_on_first"
+    causal: bool = False
+    padded_because: str | None = None
+
+
+def _decoder(model_type: str, **changes: Any) -> Family:
+    """A decoder used as an encoder: causal, rotary, pooled at its last token."""
+    row: dict[str, Any] = {
+        "learned_positions": False,
+        "default_pooling": "last_token",
+        "head": "score_on_last",
+        "causal": True,
+    }
+    return Family(model_type, **(row | changes))
+
+
+_ROWS = (
+    Family("bert", head="pooler_classifier"),
+    Family("roberta", position_offset="pad_token"),
+    Family("xlm-roberta", position_offset="pad_token"),
+    Family("camembert", position_offset="pad_token"),
+    Family("electra"),
+    Family("distilbert", head="distilbert"),
+    Family("modernbert", learned_positions=False, head="modernbert"),
+    Family("nomic_bert", learned_positions=False, head="pooler_classifier"),
+    _decoder("qwen2"),
+    _decoder("qwen3"),
+    _decoder("llama"),
+    _decoder("mistral"),
+    _decoder("gemma3_text", default_pooling=None),
+    Family(
+        "mpnet",
+        position_offset="pad_token",
+        padded_because="its attention carries a relative bias and bypasses the attention interface",
+    ),
+)
+
+FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
+
+
+def position_offset(family: Family, pad_token_id: int | None) -> int:
+    """What to add to positions that start at 0. RoBERTa's rule: pad_token_id + 1 (pad 1 there)."""
+    if family.position_offset == "none":
+        return 0
+    return (1 if pad_token_id is None else pad_token_id) + 1

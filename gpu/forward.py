@@ -1,0 +1,126 @@
+"""One forward of the base model over a pack: packed, or in padded buckets behind the same call.
+
+Who calls it: `gpu.model_runner` (and its self-check) with a `PackedBatch` of admissible rows.
+What must stay true: both return hidden states laid out like the pack, [total_tokens, hidden_size];
+safe from several threads at once; nothing depends on what ran before. The padded one pads an item to
+a length that follows from its own length alone, so its numbers do not depend on its neighbours either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from .attention import AttentionBackend, PackedContext, packed_context
+from .batch import PackedBatch
+
+PAD_TO = 16  # padded lengths are multiples of this
+
+
+class Forward(Protocol):
+    """hidden states of a pack."""
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        """-> [total_tokens, hidden_size] in the compute dtype."""
+        ...
+
+
+class PackedForward:
+    """The whole pack as one sequence; attention keeps items apart."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        *,
+        device: torch.device,
+        position_offset: int,
+        token_types: bool,
+        backends: Sequence[AttentionBackend],
+    ) -> None:
+        self.base, self.device = base, device
+        self.position_offset = position_offset
+        self.token_types = token_types
+        self.backends = tuple(backends)
+        self._fixed = fixed_arguments(base)
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        return self.run(batch)[0]
+
+    def run(self, batch: PackedBatch) -> tuple[torch.Tensor, PackedContext]:
+        """Hidden states, and what the attention function saw (for the self-check)."""
+        inputs: dict[str, torch.Tensor] = {
+            "input_ids": self._row(batch.input_ids),
+            "position_ids": self._row(batch.positions) + self.position_offset,
+        }
+        if self.token_types and batch.token_type_ids is not None:
+            inputs["token_type_ids"] = self._row(batch.token_type_ids)
+        with packed_context(batch, self.device, self.backends) as context:
+            output = self.base(**inputs, attention_mask=None, **self._fixed)
+        return output.last_hidden_state[0], context
+
+    def _row(self, values: np.ndarray) -> torch.Tensor:
+        """[total_tokens] int32 host -> [1, total_tokens] int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self.device)
+
+
+class PaddedForward:
+    """Items padded to a multiple of `PAD_TO` of their own length, one call per padded length."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        *,
+        device: torch.device,
+        pad_token_id: int,
+        max_tokens: int,
+        token_types: bool,
+    ) -> None:
+        self.base, self.device = base, device
+        self.pad_token_id, self.max_tokens = pad_token_id, max_tokens
+        self.token_types = token_types
+        self._fixed = fixed_arguments(base)
+
+    def __call__(self, batch: PackedBatch) -> torch.Tensor:
+        buckets: dict[int, list[int]] = {}
+        for row, length in enumerate(batch.seqlens):
+            padded = min(-(-length // PAD_TO) * PAD_TO, self.max_tokens)
+            buckets.setdefault(padded, []).append(row)
+        hidden: torch.Tensor | None = None
+        for padded, rows in buckets.items():
+            states = self._bucket(batch, rows, padded)
+            if hidden is None:
+                hidden = states.new_empty(batch.n_tokens, states.shape[-1])
+            for i, row in enumerate(rows):
+                start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+                hidden[start:end] = states[i, : end - start]
+        assert hidden is not None, "an empty batch never gets here"
+        return hidden
+
+    def _bucket(self, batch: PackedBatch, rows: list[int], length: int) -> torch.Tensor:
+        """[len(rows), length, hidden_size]."""
+        ids = np.full((len(rows), length), self.pad_token_id, dtype=np.int64)
+        mask = np.zeros((len(rows), length), dtype=np.int64)
+        types = np.zeros((len(rows), length), dtype=np.int64)
+        for i, row in enumerate(rows):
+            item = batch.items[row]
+            ids[i, : item.n_tokens] = item.input_ids
+            mask[i, : item.n_tokens] = 1
+            if item.token_type_ids is not None:
+                types[i, : item.n_tokens] = item.token_type_ids
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.token_types and batch.token_type_ids is not None:
+            inputs["token_type_ids"] = types
+        tensors = {name: torch.from_numpy(value).to(self.device) for name, value in inputs.items()}
+        out: torch.Tensor = self.base(**tensors, **self._fixed).last_hidden_state
+        return out
+
+
+def fixed_arguments(base: nn.Module) -> dict[str, Any]:
+    """`use_cache=False` where the class knows it: a cache would let packed items see each other."""
+    parameters = inspect.signature(base.forward).parameters
+    return {"use_cache": False} if "use_cache" in parameters else {}

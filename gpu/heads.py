@@ -1,0 +1,56 @@
+"""Classification heads: the model's own modules on gathered rows, activation applied once.
+
+Who calls it: `gpu.model_runner` with hidden states of a pack.
+What must stay true: logits and activation in fp32; an item's scores depend on its own rows alone; the
+activation that the folder names is applied exactly once, and never when raw scores are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .families import Family
+from .pooler import Segments, first_rows, last_rows, mean_rows
+
+HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]
+"""hidden [total_tokens, hidden_size], segments -> logits [n_items, n_labels]."""
+
+
+def build_head(model: nn.Module, base: nn.Module, family: Family, config: Any) -> HeadFn:
+    """The head of a `*ForSequenceClassification` model as a function of packed hidden states.
+
+    model: the whole model; base: its base model, whose pooler a BERT-like head needs.
+    Raises `ValueError` for a family without a recipe.
+    """
+    m: Any = model
+
+    if family.head == "pooler_classifier":
+        pooler: Any = base.pooler
+        return lambda h, s: m.classifier(pooler(first_rows(h, s).unsqueeze(1)))
+    if family.head == "classifier_on_first":
+        return lambda h, s: m.classifier(first_rows(h, s).unsqueeze(1))
+    if family.head == "distilbert":
+        return lambda h, s: m.classifier(torch.relu(m.pre_classifier(first_rows(h, s))))
+    if family.head == "modernbert":
+        pool = {"cls": first_rows, "mean": mean_rows}[str(config.classifier_pooling)]
+        return lambda h, s: m.classifier(m.head(pool(h, s)))
+    if family.head == "score_on_last":
+        return lambda h, s: m.score(last_rows(h, s))
+    raise ValueError(f"no head recipe for model type {family.model_type}")
+
+
+def activate(logits: torch.Tensor, activation: str) -> torch.Tensor:
+    """Sigmoid, softmax over labels (shifted by the maximum, stable for any finite logits) or identity.
+
+    logits: [n_items, n_labels] float32 -> same shape.
+    """
+    if activation == "sigmoid":
+        return torch.sigmoid(logits)
+    if activation == "softmax":
+        return torch.softmax(logits, dim=-1)
+    assert activation == "identity", activation
+    return logits

@@ -1,0 +1,123 @@
+"""From settings to a runner: what an executor thread calls to load a model.
+
+Who calls it: `pipeline/app.py` makes one factory per model; `gpu.executor` calls it on its own thread.
+What must stay true: nothing heavy is imported before the factory is called; a setting that makes no
+sense is refused by name before anything is read; `phase` says at any time how far the load is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .artifacts import ModelLoadError, ModelSpec, load_spec, resolve_folder
+from .batch import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What an operator may say about one model.
+
+    path: folder or hub id. offline: never ask a hub (a folder never does anyway).
+    max_batch_tokens: tokens a pack may hold, or "auto": 512 on the CPU, 16384 on CUDA.
+    max_tokens: per item, overrides the folder. dtype: "auto", "float32", "bfloat16", "float16".
+    device: "auto", "cpu", "cuda:0". matryoshka_dimensions, pooling, prompts, default_prompt_name:
+    override what the folder says.
+    """
+
+    path: str
+    max_batch_tokens: int | Literal["auto"] = "auto"
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    offline: bool = True
+    revision: str | None = None
+    empty_input: Literal["error", "embed"] = "error"
+    matryoshka_dimensions: tuple[int, ...] | None = None
+    pooling: str | None = None
+    prompts: Mapping[str, str] | None = None
+    default_prompt_name: str | None = None
+    prepack: bool = True
+
+    def __post_init__(self) -> None:
+        budget = self.max_batch_tokens
+        if budget != "auto" and not (isinstance(budget, int) and 1 <= budget <= 2**31 - 1):
+            raise ModelLoadError(f'max_batch_tokens = {budget!r} is not "auto" or 1 and more')
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ModelLoadError(f"max_tokens = {self.max_tokens} is not 1 or more")
+        if self.empty_input not in ("error", "embed"):
+            raise ModelLoadError(f'empty_input = {self.empty_input!r} is not "error" or "embed"')
+
+    def spec(self) -> ModelSpec:
+        """What the folder says, with the overrides; cheap, and without torch."""
+        return load_spec(
+            resolve_folder(self.path, offline=self.offline, revision=self.revision),
+            pooling=self.pooling,
+            max_tokens=self.max_tokens,
+            matryoshka_dimensions=self.matryoshka_dimensions,
+            prompts=self.prompts,
+            default_prompt_name=self.default_prompt_name,
+        )
+
+
+class RunnerFactory:
+    """Call it once to load; `phase` may be read from any thread meanwhile."""
+
+    def __init__(self, name: str, settings: ModelSettings) -> None:
+        self.name, self.settings = name, settings
+        self.phase = "waiting"
+
+    def __call__(self) -> Runner:
+        """The runner. Raises `ModelLoadError`."""
+        self._enter("reading folder")
+        spec = self.settings.spec()
+        self._enter("importing")
+        from .model_runner import ModelRunner, RunnerSettings
+        from .tokenizer import load_encoder
+
+        self._enter("loading tokenizer")
+        encoder = load_encoder(
+            spec,
+            empty_input=self.settings.empty_input,
+            trust_remote_code=self.settings.trust_remote_code,
+        )
+        budget = self.settings.max_batch_tokens
+        runner = ModelRunner(
+            spec,
+            RunnerSettings(
+                name=self.name,
+                device=self.settings.device,
+                dtype=self.settings.dtype,
+                max_batch_tokens=None if budget == "auto" else budget,
+                allow_pickle=self.settings.allow_pickle,
+                trust_remote_code=self.settings.trust_remote_code,
+                prepack=self.settings.prepack,
+            ),
+            encoder,
+            on_phase=self._enter,
+        )
+        self._enter("ready")
+        return runner
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+
+
+def make_runner_factory(name: str, path: str, **settings: Any) -> RunnerFactory:
+    """A factory for the model at `path` (folder or hub id); settings as in `ModelSettings`.
+
+    Raises `ModelLoadError` for a setting that makes no sense or does not exist.
+    """
+    known = {slot for slot in ModelSettings.__slots__ if slot != "path"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ModelLoadError(
+            f"models.{name}: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    try:
+        return RunnerFactory(name, ModelSettings(path=path, **settings))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"models.{name}.{error}") from error

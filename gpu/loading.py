@@ -1,0 +1,134 @@
+"""Weights into transformers classes: safetensors, checked keys, no connection, no surprise.
+
+Who calls it: `gpu.model_runner`, once per model.
+What must stay true: a checkpoint that lacks a tensor or holds one that nobody reads is refused with
+the names (a wrong model must not answer); pickled weights and remote code only when asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .artifacts import ModelLoadError, ModelSpec
+from .pooler import refused_pickle
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+
+# Buffers that older transformers saved and newer ones compute.
+_HARMLESS_UNEXPECTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq|token_type_ids)$")
+_POOLER = re.compile(r"(^|\.)pooler\.")
+# Heads of pre-training that a base model does not have.
+_PRETRAINING_HEAD = re.compile(
+    r"^(cls\.|lm_head\.|head\.|decoder\.|classifier\.|score\.|vocab_(transform|layer_norm|projector)\.|"
+    r"generator_|discriminator_|qa_outputs\.)"
+)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """model: the whole transformers model; base: its base model (the same for embedding models)."""
+
+    model: nn.Module
+    base: nn.Module
+    config: Any
+    notes: tuple[str, ...] = ()
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto" is CUDA when there is one. Raises `ModelLoadError` for a device that is not there."""
+    cuda = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda:0" if cuda else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"device = {device!r} is no device name; use auto, cpu, cuda:0"
+        ) from error
+    if chosen.type == "cuda" and (not cuda or (chosen.index or 0) >= torch.cuda.device_count()):
+        raise ModelLoadError(f"device = {device!r}: no such CUDA device here")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device = {device!r}: only cpu and cuda are supported")
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """ "auto" is float32 on the CPU and bfloat16 on CUDA."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ModelLoadError(f"dtype = {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load_model(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """The model in eval mode on its device. Raises `ModelLoadError`."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers.utils import logging as transformers_logging
+
+    weights = spec.weights
+    pickled = [path for path in weights if path.suffix != ".safetensors"]
+    if pickled and not allow_pickle:
+        raise ModelLoadError(refused_pickle(pickled[0]))
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    auto = AutoModelForSequenceClassification if spec.head else AutoModel
+    try:
+        model, report = auto.from_pretrained(
+            str(spec.transformer),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=not pickled,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        first_line = str(error).strip().split("\n")[0][:300]
+        raise ModelLoadError(
+            f"{spec.transformer}: transformers cannot load it: {type(error).__name__}: {first_line}"
+        ) from error
+    notes = _check_keys(spec, report)
+    model.eval().requires_grad_(False)
+    model.to(device)
+    base = model.base_model if spec.head else model
+    if not spec.head and getattr(base, "pooler", None) is not None:
+        base.pooler = None  # BERT's pooler feeds pre-training heads only; nothing here reads it
+    return LoadedModel(model=model, base=base, config=model.config, notes=notes)
+
+
+def _check_keys(spec: ModelSpec, report: dict[str, Any]) -> tuple[str, ...]:
+    missing = sorted(report.get("missing_keys", ()))
+    unexpected = sorted(report.get("unexpected_keys", ()))
+    mismatched = sorted(str(key) for key in report.get("mismatched_keys", ()))
+    unexpected = [k for k in unexpected if not _HARMLESS_UNEXPECTED.search(k)]
+    dropped: list[str] = []
+    if not spec.head:
+        missing = [k for k in missing if not _POOLER.search(k)]
+        dropped = [k for k in unexpected if _PRETRAINING_HEAD.search(k) or _POOLER.search(k)]
+        unexpected = [k for k in unexpected if k not in dropped]
+    complaints = [
+        f"{what}: {', '.join(keys[:8])}{' ...' if len(keys) > 8 else ''}"
+        for what, keys in (
+            ("missing tensors", missing),
+            ("tensors that the model does not have", unexpected),
+            ("tensors of another shape", mismatched),
+        )
+        if keys
+    ]
+    if complaints:
+        raise ModelLoadError(f"{spec.transformer}: the weights do not fit; {'; '.join(complaints)}")
+    return (f"{len(dropped)} tensors of a pre-training head were left out",) if dropped else ()

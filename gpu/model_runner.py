@@ -1,0 +1,371 @@
+"""One model on one device: a packed batch in, one outcome per row out.
+
+Who calls it: `gpu.executor`'s threads, several at once on a CPU; `gpu.loader` builds it.
+What must stay true: a model answers only after its self-check passed; a bad row (too long, unknown
+id, empty, non-finite) costs that row and no other; nothing a row contains can reach the device as an
+index out of range; a forward keeps no state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from schemas.errors import (
+    EmbedstreamError,
+    EmptyInput,
+    InvalidRequest,
+    NonFinite,
+    TooLong,
+    Unsupported,
+)
+
+from .artifacts import ModelLoadError, ModelSpec
+from .attention import NAME, AttentionBackend, SdpaBackend, register
+from .batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
+from .faults import as_runner_error
+from .forward import Forward, PackedForward, PaddedForward
+from .heads import HeadFn, activate, build_head
+from .linears import LinearReport, prepack
+from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from .pooler import DenseStack, Segments, finish, pool
+from .selfcheck import (
+    Finding,
+    check_forward,
+    check_head,
+    crosses_window,
+    probes,
+    reference_logits,
+    reference_states,
+)
+
+CPU_BATCH_TOKENS = 512  # the GEMM rate is flat from 32 rows up, and answers stay quick
+CUDA_BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How a model runs here; what it is stands in its `ModelSpec`.
+
+    max_batch_tokens: tokens a pack may hold; None: 512 on the CPU, 16384 on CUDA.
+    prepack: replace linears by oneDNN ones on the CPU.
+    """
+
+    name: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_batch_tokens: int | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    prepack: bool = True
+
+
+@dataclass(slots=True)
+class _Checked:
+    """A loaded model that passed its self-check, and how."""
+
+    loaded: LoadedModel
+    forward: Forward
+    finding: Finding
+    linears: LinearReport
+    notes: tuple[str, ...]
+    head: HeadFn | None
+
+
+def _silent(phase: str) -> None:
+    """Progress that nobody asked for."""
+
+
+class ModelRunner:
+    """Implements `gpu.batch.Runner` on transformers classes.
+
+    Raises `ModelLoadError` when the model cannot be served: bad weights, a failed self-check, or a
+    warm-up that does not fit into memory.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        settings: RunnerSettings,
+        encoder: Encoder,
+        *,
+        on_phase: Callable[[str], None] = _silent,
+        backends: tuple[AttentionBackend, ...] | None = None,
+    ) -> None:
+        self.spec, self.settings, self.encoder = spec, settings, encoder
+        self.device = pick_device(settings.device)
+        self.dtype = pick_dtype(settings.dtype, self.device)
+        self._backends = backends or (SdpaBackend(),)
+        on_phase("loading weights")
+        checked = self._load_checked(on_phase)
+        self._forward, self._head = checked.forward, checked.head
+        self._vocab_size = int(checked.loaded.config.vocab_size)
+        self._dense = DenseStack(spec.dense, allow_pickle=settings.allow_pickle)
+        if self.device.type == "cpu" and settings.prepack:
+            self._dense.prepack()
+        self._dense.to(self.device)
+        self.info = self._describe(checked)
+        on_phase("warming up")
+        self._warm_up()
+
+    def close(self) -> None:
+        """Drop weights and device memory. The runner is of no use afterwards."""
+        self._head = None
+        del self._forward, self._dense
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
+        """See `gpu.batch.Runner`. Raises `MemoryError`, `DeviceFault`, or what the model raised."""
+        refused = self._refused(batch)
+        rows = [row for row in range(batch.n_items) if row not in refused]
+        outcomes: list[ItemOutcome | None] = [refused.get(row) for row in range(batch.n_items)]
+        if rows:
+            kept = batch if not refused else pack([batch.items[row] for row in rows])
+            try:
+                computed = self._compute(kept)
+            except (RuntimeError, MemoryError) as error:
+                raise as_runner_error(error) from error
+            # `pack` is a stable sort and `rows` are sorted already, so rows keep their order.
+            for row, outcome in zip(rows, computed, strict=True):
+                outcomes[row] = outcome
+        assert all(outcome is not None for outcome in outcomes)
+        return outcomes  # type: ignore[return-value]
+
+    def _refused(self, batch: PackedBatch) -> dict[int, EmbedstreamError]:
+        """Rows that must not reach the model, each with its error."""
+        refused: dict[int, EmbedstreamError] = {}
+        ids_fit = batch.n_tokens == 0 or (
+            int(batch.input_ids.min()) >= 0 and int(batch.input_ids.max()) < self._vocab_size
+        )
+        for row, item in enumerate(batch.items):
+            if item.options.task not in self.spec.tasks:
+                refused[row] = Unsupported(f"this model cannot {item.options.task}")
+            elif item.n_tokens == 0:
+                refused[row] = EmptyInput("the item holds no token to embed")
+            elif item.n_tokens > self.spec.max_tokens:
+                refused[row] = TooLong(
+                    "the item has more tokens than the model takes",
+                    given=item.n_tokens,
+                    limit=self.spec.max_tokens,
+                )
+            elif not ids_fit and self._has_unknown_id(item):
+                refused[row] = InvalidRequest(
+                    f"a token id is outside the model's vocabulary of {self._vocab_size}",
+                    limit=self._vocab_size - 1,
+                )
+        return refused
+
+    def _has_unknown_id(self, item: EncodedItem) -> bool:
+        return bool(item.input_ids.min() < 0 or item.input_ids.max() >= self._vocab_size)
+
+    def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
+        hidden = self._forward(batch)
+        segments = _segments(batch)
+        if self._head is not None:
+            return self._scores(batch, self._head(hidden, segments).float())
+        assert self.spec.pooling is not None
+        vectors = self._dense(pool(hidden, segments, self.spec.pooling))
+        native = vectors.shape[1]
+        sizes = [
+            None if item.options.dimensions in (None, native) else item.options.dimensions
+            for item in batch.items
+        ]
+        units = [
+            self.spec.normalize if item.options.normalize is None else item.options.normalize
+            for item in batch.items
+        ]
+        outcomes: list[ItemOutcome] = [_NON_FINITE] * batch.n_items
+        for rows, part in finish(vectors, sizes, units):
+            values = part.cpu().numpy()
+            for row, value, good in zip(rows, values, np.isfinite(values).all(axis=1), strict=True):
+                outcomes[row] = ItemResult(dense=value) if good else _non_finite()
+        return outcomes
+
+    def _scores(self, batch: PackedBatch, logits: torch.Tensor) -> list[ItemOutcome]:
+        """logits: [n_items, n_labels] float32; the activation that the folder names, applied once."""
+        outcomes: list[ItemOutcome] = []
+        by_activation = {
+            name: activate(logits, name).cpu().numpy()
+            for name in {"identity", self.spec.score_activation, self.spec.label_activation}
+        }
+        finite = np.isfinite(by_activation["identity"]).all(axis=1)
+        for row, item in enumerate(batch.items):
+            if not finite[row]:
+                outcomes.append(_non_finite())
+                continue
+            options = item.options
+            name = "identity"
+            if not options.raw_scores and options.task == "classify":
+                name = self.spec.label_activation
+            elif not options.raw_scores:
+                name = self.spec.score_activation
+            outcomes.append(ItemResult(scores=by_activation[name][row]))
+        return outcomes
+
+    def _load_checked(self, on_phase: Callable[[str], None]) -> _Checked:
+        wants_prepack = (
+            self.settings.prepack and self.device.type == "cpu" and self.dtype == torch.float32
+        )
+        checked = self._try_load(on_phase, prepacked=wants_prepack)
+        if checked.finding.reason is not None and wants_prepack:
+            reason = checked.finding.reason
+            checked = self._try_load(on_phase, prepacked=False)
+            note = f"prepacked linears failed the self-check ({reason}); torch's own are used"
+            checked.notes = (*checked.notes, note)
+        if checked.finding.reason is not None:
+            raise ModelLoadError(
+                f"model {self.settings.name}: the self-check failed packed and padded: "
+                f"{checked.finding.reason}"
+            )
+        return checked
+
+    def _try_load(self, on_phase: Callable[[str], None], *, prepacked: bool) -> _Checked:
+        """Load, compute the reference, then look for a forward that reproduces it."""
+        spec = self.spec
+        loaded = load_model(
+            spec,
+            dtype=self.dtype,
+            device=self.device,
+            allow_pickle=self.settings.allow_pickle,
+            trust_remote_code=self.settings.trust_remote_code,
+        )
+        on_phase("checking")
+        config = loaded.config
+        pad = getattr(config, "pad_token_id", None)
+        batch = probes(
+            config, max_tokens=spec.max_tokens, vocab_size=int(config.vocab_size), reserved=pad
+        )
+        native = "sdpa" if getattr(loaded.base, "_supports_sdpa", False) else "eager"
+        loaded.model.set_attn_implementation(native)  # type: ignore[operator]
+        reference = reference_states(loaded.base, batch, self.device)
+        logits = reference_logits(loaded.model, batch, self.device) if spec.head else None
+        linears = prepack(loaded.model) if prepacked else LinearReport()
+        notes = [*spec.notes, *loaded.notes]
+        forward, finding = self._pick_forward(loaded, batch, reference, native, notes)
+        head = build_head(loaded.model, loaded.base, spec.family, config) if spec.head else None
+        if finding.reason is None and head is not None and logits is not None:
+            with torch.inference_mode():
+                found = check_head(head(forward(batch), _segments(batch)), logits)
+            if found.reason is not None:
+                finding = Finding(f"the classification head is wrong: {found.reason}")
+        if not crosses_window(config, batch):
+            notes.append(f"the self-check was {batch.max_seqlen} tokens long and crossed no window")
+        return _Checked(loaded, forward, finding, linears, tuple(notes), head)
+
+    def _pick_forward(
+        self,
+        loaded: LoadedModel,
+        batch: PackedBatch,
+        reference: torch.Tensor,
+        native: str,
+        notes: list[str],
+    ) -> tuple[Forward, Finding]:
+        spec = self.spec
+        token_types = int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1
+        reason = spec.family.padded_because
+        if reason is None:
+            register()
+            loaded.model.set_attn_implementation(NAME)  # type: ignore[operator]
+            packed = PackedForward(
+                loaded.base,
+                device=self.device,
+                position_offset=spec.position_offset,
+                token_types=token_types,
+                backends=self._backends,
+            )
+            finding = check_forward(packed, batch, reference, int(loaded.config.num_hidden_layers))
+            if finding.reason is None:
+                return packed, finding
+            reason = finding.reason
+        loaded.model.set_attn_implementation(native)  # type: ignore[operator]
+        padded = PaddedForward(
+            loaded.base,
+            device=self.device,
+            pad_token_id=int(getattr(loaded.config, "pad_token_id", None) or 0),
+            max_tokens=spec.max_tokens,
+            token_types=token_types,
+        )
+        notes.append(f"runs padded, not packed: {reason}")
+        return padded, check_forward(padded, batch, reference, 0)
+
+    def _describe(self, checked: _Checked) -> ModelInfo:
+        spec, linears, notes = self.spec, checked.linears, list(checked.notes)
+        if not checked.finding.bit_exact:
+            notes.append("vectors depend on their neighbours in the last digits")
+        if linears.unstable:
+            shapes = ", ".join(f"{o}x{i}" for o, i in linears.unstable)
+            notes.append(f"linears of shape {shapes} depend on the number of rows")
+        budget = self.settings.max_batch_tokens
+        if budget is None:
+            budget = CPU_BATCH_TOKENS if self.device.type == "cpu" else CUDA_BATCH_TOKENS
+        names = {value: key for key, value in DTYPES.items()}
+        return ModelInfo(
+            name=self.settings.name,
+            fingerprint=spec.fingerprint,
+            architecture=spec.architecture or type(checked.loaded.model).__name__,
+            dtype=names[self.dtype],
+            device=str(self.device),
+            tasks=spec.tasks,
+            max_tokens=spec.max_tokens,
+            max_batch_tokens=budget,
+            dimensions=spec.dimensions,
+            allowed_dimensions=spec.allowed_dimensions,
+            pooling=spec.pooling,
+            normalized=spec.normalize,
+            outputs=frozenset({"dense"}) if not spec.head else frozenset(),
+            labels=spec.labels,
+            prompts=tuple(sorted(spec.prompts)),
+            default_prompt_name=spec.default_prompt_name,
+            packed=isinstance(checked.forward, PackedForward),
+            attention=self._backends[0].name,
+            linears=linears.name,
+            notes=tuple(notes),
+        )
+
+    def _warm_up(self) -> None:
+        """One pack at the token budget. Out of memory here names the setting to lower."""
+        budget, longest = self.info.max_batch_tokens, self.spec.max_tokens
+        lengths = [longest] * (budget // longest) + ([budget % longest] if budget % longest else [])
+        task = next(iter(sorted(self.spec.tasks)))
+        options = dataclasses.replace(EncodedItem(np.zeros(0, np.int32)).options, task=task)
+        items = [EncodedItem(np.ones(n, np.int32), options=options) for n in lengths]
+        try:
+            outcomes = self.forward(pack(items))
+        except MemoryError as error:
+            raise ModelLoadError(
+                f"model {self.settings.name}: a pack of {budget} tokens does not fit into memory on "
+                f"{self.device}; lower `max_batch_tokens` for this model"
+            ) from error
+        bad = [outcome for outcome in outcomes if isinstance(outcome, EmbedstreamError)]
+        if bad:
+            raise ModelLoadError(
+                f"model {self.settings.name}: the warm-up pack of {budget} tokens failed: {bad[0]}"
+            )
+
+
+def _non_finite() -> NonFinite:
+    return NonFinite("the model gave NaN or infinity for this item")
+
+
+_NON_FINITE = _non_finite()
+
+
+def _segments(batch: PackedBatch) -> Segments:
+    bounds = [int(n) for n in batch.cu_seqlens]
+    return Segments(
+        starts=tuple(bounds[:-1]),
+        ends=tuple(bounds[1:]),
+        pooled_from=tuple(item.pooled_from for item in batch.items),
+    )
+
+
+def init_executor_thread() -> None:
+    """One intra-op thread for the calling executor thread: several of them share the cores, and two
+    threads spinning inside one OpenMP region collapse as soon as anything else wants a core."""
+    torch.set_num_threads(1)

@@ -1,0 +1,174 @@
+"""Hidden states of a pack -> one vector per item: pool, project, cut, normalise; in this order.
+
+Who calls it: `gpu.model_runner` after the forward; `gpu.heads` borrows the row gatherers.
+What must stay true: sums are fp32 and per segment (never a running sum over the pack, which loses bits
+and lets neighbours in); an item's vector has the same bits wherever it sits; the norm is taken after
+the cut, with an epsilon, so a zero vector stays zero and never becomes NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .artifacts import DenseSpec, ModelLoadError
+from .batch import Pooling
+from .fingerprint import weight_files
+from .linears import prepack_one
+
+NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where items lie in the pack. No segment is empty.
+
+    starts, ends: token offsets per item, host. pooled_from: first token of each that mean pooling
+    takes, counted from the item's start.
+    """
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    pooled_from: tuple[int, ...]
+
+    @property
+    def n_items(self) -> int:
+        return len(self.starts)
+
+
+def first_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """[total_tokens, h] -> [n_items, h]: the first token of each item that is not an excluded prompt."""
+    rows = [s + p for s, p in zip(segments.starts, segments.pooled_from, strict=True)]
+    return hidden[torch.tensor(rows, device=hidden.device)]
+
+
+def last_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """[total_tokens, h] -> [n_items, h]: the last token of each item."""
+    return hidden[torch.tensor(segments.ends, device=hidden.device) - 1]
+
+
+def mean_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """[total_tokens, h] any float dtype -> [n_items, h] float32: mean over each item's pooled tokens.
+
+    Neighbouring items of one length are summed in one call; torch sums each of them as it would
+    alone. A segment whose prompt covers it whole is averaged whole.
+    """
+    starts = [
+        s + p if s + p < e else s
+        for s, e, p in zip(segments.starts, segments.ends, segments.pooled_from, strict=True)
+    ]
+    parts: list[torch.Tensor] = []
+    i, n = 0, len(starts)
+    while i < n:
+        length, j = segments.ends[i] - starts[i], i + 1
+        while (
+            j < n and starts[j] == segments.ends[j - 1] and segments.ends[j] - starts[j] == length
+        ):
+            j += 1
+        rows = hidden[starts[i] : segments.ends[j - 1]].float().view(j - i, length, -1)
+        parts.append(rows.sum(dim=1) / length)
+        i = j
+    return torch.cat(parts)
+
+
+_POOL = {"cls": first_rows, "mean": mean_rows, "last_token": last_rows}
+
+
+def pool(hidden: torch.Tensor, segments: Segments, pooling: Pooling) -> torch.Tensor:
+    """[total_tokens, h] -> [n_items, h] float32."""
+    return _POOL[pooling](hidden, segments).float()
+
+
+def finish(
+    vectors: torch.Tensor, dimensions: Sequence[int | None], normalize: Sequence[bool]
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Cut, then normalise. vectors: [n_items, native] float32.
+
+    Returns groups: rows that were asked for in the same way, and their [len(rows), size] vectors.
+    """
+    wanted = list(zip(dimensions, normalize, strict=True))
+    groups: list[tuple[list[int], torch.Tensor]] = []
+    for size, unit in dict.fromkeys(wanted):
+        rows = [row for row, key in enumerate(wanted) if key == (size, unit)]
+        part = vectors if len(rows) == len(wanted) else vectors[rows]
+        if size is not None:
+            part = part[:, :size].contiguous()
+        if unit:
+            norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+            part = part / norm.clamp_min(NORM_EPS)
+        groups.append((rows, part))
+    return groups
+
+
+class DenseStack(nn.Module):
+    """The folder's Dense modules in order, each ``activation(x @ W.T + b)``, in fp32."""
+
+    def __init__(self, specs: Sequence[DenseSpec], *, allow_pickle: bool = False) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(
+            nn.Sequential(_load_dense(spec, allow_pickle), _activation(spec)) for spec in specs
+        )
+
+    def prepack(self) -> None:
+        """Replace the linears by prepacked ones (CPU)."""
+        for step in self.steps:
+            assert isinstance(step, nn.Sequential)
+            step[0] = prepack_one(step[0])  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n_items, in] float32 -> [n_items, out] float32."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def _activation(spec: DenseSpec) -> nn.Module:
+    cls = getattr(nn, spec.activation, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ModelLoadError(f"{spec.folder}: activation {spec.activation} is not in torch.nn")
+    module = cls()
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _load_dense(spec: DenseSpec, allow_pickle: bool) -> nn.Linear:
+    linear = nn.Linear(spec.in_features, spec.out_features, bias=spec.bias)
+    state = read_weights(spec.folder, allow_pickle=allow_pickle)
+    state = {name.removeprefix("linear."): tensor.float() for name, tensor in state.items()}
+    wanted = {"weight", "bias"} if spec.bias else {"weight"}
+    if set(state) != wanted:
+        raise ModelLoadError(
+            f"{spec.folder}: Dense weights hold {sorted(state)}, wanted {sorted(wanted)}"
+        )
+    linear.load_state_dict(state)
+    return linear.eval().requires_grad_(False)
+
+
+def read_weights(folder: Path, *, allow_pickle: bool) -> dict[str, torch.Tensor]:
+    """Tensors of a small module folder, on the host. Pickled files only when allowed, weights only."""
+    files = weight_files(folder)
+    if not files:
+        raise ModelLoadError(f"{folder}: no weights (model.safetensors)")
+    state: dict[str, torch.Tensor] = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state.update(load_file(path))
+        elif allow_pickle:
+            state.update(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            raise ModelLoadError(refused_pickle(path))
+    return state
+
+
+def refused_pickle(path: Path) -> str:
+    """The message for weights that are pickled."""
+    return (
+        f"{path} is pickled and may run code when it is read; convert it to safetensors, "
+        "or set `allow_pickle = true` for this model"
+    )

@@ -1,0 +1,334 @@
+"""The one owner of a model's tokenizer: requests in, token ids or typed errors out.
+
+Who calls it: the tokenizer actor, from one thread.
+What must stay true: one batched tokenizer call per `encode`; padding and truncation of the tokenizer
+itself stay off (a `tokenizer.json` may bake both in) and nothing of it is changed after load; special
+tokens survive every cut, a query is never cut; user text cannot become a control token; whatever a
+sender may cause becomes an error entry, never an exception, and never touches its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from schemas.errors import (
+    EmbedstreamError,
+    EmptyInput,
+    InvalidRequest,
+    ModelError,
+    TooLong,
+    Unsupported,
+)
+from schemas.requests import (
+    AnyRequest,
+    ClassifyRequest,
+    EmbedRequest,
+    RerankRequest,
+    Text,
+    TokenIds,
+    Truncate,
+)
+
+from .artifacts import ModelLoadError, ModelSpec
+from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
+from .checks import check_request
+from .template import Template, learn_template
+
+EmptyPolicy = Literal["error", "embed"]
+Content = Int32 | EmbedstreamError
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One admitted request on its way through the batched call.
+
+    texts: where its texts start in the call. prompt_at: where its prompt alone stands, or None.
+    """
+
+    request: AnyRequest
+    options: ItemOptions
+    prompt: str | None = None
+    texts: list[int] = field(default_factory=list)
+    prompt_at: int | None = None
+
+
+class TextEncoder:
+    """Implements `gpu.batch.Encoder`. Not thread-safe.
+
+    empty_input: what to do with a text that yields no content token: "error" (an `EmptyInput` entry)
+    or "embed" (the special tokens alone, as sentence-transformers does).
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Any, *, token_types: bool, empty_input: EmptyPolicy
+    ) -> None:
+        if empty_input not in ("error", "embed"):
+            raise ModelLoadError(f'empty_input = {empty_input!r} is not "error" or "embed"')
+        self.spec = spec
+        self.empty_input = empty_input
+        self.limit = spec.max_tokens
+        self._vocab_size = int(spec.config["vocab_size"])
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # "[SEP]" in a text is text
+        self._tokenizer = tokenizer
+        self._batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+        self._template: Template = learn_template(tokenizer)
+        self._token_types = token_types
+        if self.limit <= max(self._template.n_single, self._template.n_pair):
+            raise ModelLoadError(
+                f"max_tokens = {self.limit} leaves no room beside the special tokens"
+            )
+
+    def encode(self, requests: Sequence[AnyRequest]) -> list[EncodedRequest | EmbedstreamError]:
+        """See `gpu.batch.Encoder`."""
+        texts: list[str] = []
+        plans = [self._plan(request, texts) for request in requests]
+        contents = self._contents(texts)
+        return [
+            plan if isinstance(plan, EmbedstreamError) else self._assemble(plan, contents)
+            for plan in plans
+        ]
+
+    def _plan(self, request: AnyRequest, texts: list[str]) -> _Plan | EmbedstreamError:
+        """Check the request, and append its texts to the batched call."""
+        try:
+            options = check_request(request, self.spec)
+            prompt = None if isinstance(request, RerankRequest) else self._prompt(request)
+        except EmbedstreamError as error:
+            return error
+        plan = _Plan(request, options, prompt)
+
+        def add(text: str) -> None:
+            plan.texts.append(len(texts))
+            texts.append(text)
+
+        if isinstance(request, RerankRequest):
+            add(request.query)
+            for document in request.documents:
+                add(document.text)
+            return plan
+        for item in request.input:
+            if isinstance(item, Text):
+                add((prompt or "") + item.text)
+        if prompt and plan.texts:
+            plan.prompt_at = len(texts)
+            texts.append(prompt)
+        return plan
+
+    def _prompt(self, request: EmbedRequest | ClassifyRequest) -> str | None:
+        """The prompt text to put before each text; None when there is none."""
+        if request.prompt is not None:
+            return request.prompt
+        name = request.prompt_name
+        if name is None:
+            name = self.spec.default_prompt_name
+            return None if name is None else self.spec.prompts[name]
+        if name not in self.spec.prompts:
+            known = ", ".join(sorted(self.spec.prompts)) or "none"
+            raise Unsupported(
+                f"the model has no prompt of that name; it has: {known}", path="$.prompt_name"
+            )
+        return self.spec.prompts[name]
+
+    def _contents(self, texts: list[str]) -> list[Content]:
+        """[n] int32 content ids per text, without special tokens. One call for all."""
+        if not texts:
+            return []
+        try:
+            encodings = self._batch(texts, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 - one odd text must not fail the others
+            return [self._content(text) for text in texts]
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def _content(self, text: str) -> Content:
+        """One text alone, with lone surrogates replaced (U+FFFD), which the tokenizer cannot take."""
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        try:
+            ids = self._batch([clean], add_special_tokens=False)[0].ids
+        except Exception as error:  # noqa: BLE001 - whatever this text did, it did to itself
+            return ModelError(f"the tokenizer cannot take this text: {type(error).__name__}")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _assemble(self, plan: _Plan, contents: list[Content]) -> EncodedRequest | EmbedstreamError:
+        request = plan.request
+        if isinstance(request, RerankRequest):
+            return self._assemble_pairs(plan, request, contents)
+        prompt_ids = None if plan.prompt_at is None else contents[plan.prompt_at]
+        if isinstance(prompt_ids, EmbedstreamError):
+            return prompt_ids
+        items: list[EncodedItem | EmbedstreamError] = []
+        places = iter(plan.texts)
+        for index, item in enumerate(request.input):
+            if isinstance(item, Text):
+                content = contents[next(places)]
+                encoded = self._single(plan, index, item.text, content, prompt_ids)
+            elif isinstance(item, TokenIds):
+                encoded = self._verbatim(plan, index, item.ids)
+            else:
+                encoded = Unsupported(
+                    "this model takes no images", path=f"$.input[{index}]", items=(index,)
+                )
+            items.append(encoded)
+        return EncodedRequest(tuple(items), prompt=plan.prompt)
+
+    def _single(
+        self, plan: _Plan, index: int, text: str, content: Content, prompt_ids: Int32 | None
+    ) -> EncodedItem | EmbedstreamError:
+        if isinstance(content, EmbedstreamError):
+            return content
+        if self._is_empty(text, content, prompt_ids):
+            return _empty(f"$.input[{index}]", index)
+        room = self.limit - self._template.n_single
+        cut = self._cut(content, room, plan.request.truncate)
+        if cut is None:
+            return self._too_long(index, len(content) + self._template.n_single)
+        ids = self._template.single(cut)
+        if len(ids) == 0:
+            return _empty(f"$.input[{index}]", index)
+        pooled_from = 0
+        if prompt_ids is not None and not self.spec.include_prompt:
+            lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
+            kept = min(max(len(prompt_ids) - lost, 0), len(cut))
+            pooled_from = len(self._template.prefix) + kept if kept else 0
+        return EncodedItem(
+            ids, plan.options, truncated=len(cut) < len(content), pooled_from=pooled_from
+        )
+
+    def _is_empty(self, text: str, content: Int32, prompt_ids: Int32 | None) -> bool:
+        """No token comes from the text itself, and policy says that this is an error."""
+        if self.empty_input == "embed":
+            return False
+        if prompt_ids is None:
+            return len(content) == 0
+        if np.array_equal(content, prompt_ids):
+            return True
+        # A blank text may still change how the prompt's last token splits.
+        return not text.strip() and not self._batch([text], add_special_tokens=False)[0].ids
+
+    def _verbatim(
+        self, plan: _Plan, index: int, given: tuple[int, ...]
+    ) -> EncodedItem | EmbedstreamError:
+        """Ids as they came: no special tokens added; when cut, those that are there are kept."""
+        path = f"$.input[{index}]"
+        if not given:
+            return _empty(path, index)
+        if min(given) < 0 or max(given) >= self._vocab_size:
+            return InvalidRequest(
+                f"token ids go from 0 to {self._vocab_size - 1} in this model",
+                path=path,
+                items=(index,),
+                limit=self._vocab_size - 1,
+            )
+        ids = np.asarray(given, dtype=np.int32)
+        if len(ids) <= self.limit:
+            return EncodedItem(ids, plan.options)
+        prefix, suffix = self._template.prefix, self._template.suffix
+        head = len(prefix) if np.array_equal(ids[: len(prefix)], prefix) else 0
+        tail = len(suffix) if len(suffix) and np.array_equal(ids[-len(suffix) :], suffix) else 0
+        body = ids[head : len(ids) - tail]
+        cut = self._cut(body, self.limit - head - tail, plan.request.truncate)
+        if cut is None:
+            return self._too_long(index, len(ids))
+        kept = np.concatenate((ids[:head], cut, ids[len(ids) - tail :]))
+        return EncodedItem(kept, plan.options, truncated=True)
+
+    def _assemble_pairs(
+        self, plan: _Plan, request: RerankRequest, contents: list[Content]
+    ) -> EncodedRequest | EmbedstreamError:
+        """Query and document as one sequence each; only documents are ever cut."""
+        query, *documents = (contents[place] for place in plan.texts)
+        if isinstance(query, EmbedstreamError):
+            return query
+        if len(query) == 0 and self.empty_input == "error":
+            return EmptyInput("the query holds no token", path="$.query")
+        room = self.limit - self._template.n_pair - len(query)
+        if room < 1:
+            return TooLong(
+                "the query leaves no room for a document, and a query is never cut; shorten it",
+                path="$.query",
+                given=len(query) + self._template.n_pair,
+                limit=self.limit - 1,
+            )
+        head = self._template.pair_head(query)
+        items = tuple(
+            self._pair(plan, index, head, content, room) for index, content in enumerate(documents)
+        )
+        return EncodedRequest(items)
+
+    def _pair(
+        self, plan: _Plan, index: int, head: tuple[Int32, Int32], content: Content, room: int
+    ) -> EncodedItem | EmbedstreamError:
+        if isinstance(content, EmbedstreamError):
+            return content
+        if len(content) == 0 and self.empty_input == "error":
+            return _empty(f"$.documents[{index}]", index)
+        cut = self._cut(content, room, plan.request.truncate)
+        if cut is None:
+            given = len(head[0]) + len(content) + len(self._template.pair_suffix)
+            return self._too_long(index, given)
+        ids, types = self._template.pair(head, cut)
+        return EncodedItem(
+            ids,
+            plan.options,
+            token_type_ids=types if self._token_types and types.any() else None,
+            truncated=len(cut) < len(content),
+        )
+
+    @staticmethod
+    def _cut(content: Int32, room: int, truncate: Truncate) -> Int32 | None:
+        """The content that fits, or None when it does not and may not be cut."""
+        if len(content) <= room:
+            return content
+        if truncate == "error":
+            return None
+        return content[:room] if truncate == "right" else content[len(content) - room :]
+
+    def _too_long(self, index: int, given: int) -> TooLong:
+        return TooLong(
+            f"item {index} has {given} tokens, the model takes {self.limit}; shorten it, or set "
+            '`truncate` to "right" or "left"',
+            items=(index,),
+            given=given,
+            limit=self.limit,
+        )
+
+
+def _empty(path: str, index: int) -> EmptyInput:
+    return EmptyInput(
+        f'item {index} holds no token; send text, or set `empty_input` to "embed" for this model',
+        path=path,
+        items=(index,),
+    )
+
+
+def load_encoder(
+    spec: ModelSpec, *, empty_input: EmptyPolicy = "error", trust_remote_code: bool = False
+) -> TextEncoder:
+    """The folder's fast tokenizer, exactly as transformers builds it, and never from the network.
+
+    Raises `ModelLoadError` when there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        outer = AutoTokenizer.from_pretrained(
+            str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().split("\n")[0][:300]
+        raise ModelLoadError(f"{spec.transformer}: no usable tokenizer: {first_line}") from error
+    fast = getattr(outer, "backend_tokenizer", None)
+    if fast is None:
+        raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
+    return TextEncoder(
+        spec,
+        fast,
+        token_types="token_type_ids" in outer.model_input_names
+        and int(spec.config.get("type_vocab_size") or 0) > 1,
+        empty_input=empty_input,
+    )
