@@ -23,14 +23,19 @@
 
 Who calls it: every layer raises these; `schemas.results` maps them to the wire, once.
 What must stay true: messages never carry user text; numbers live in fields, not in prose only.
+
+An error raised while a request is decoded also says what could still be read of that request
+(`request_id`, `reply_to`, `content_type`, `metadata`), so that ingress can answer the right place
+in the right encoding. `None` means: could not be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, Literal, TypeAlias
 
 MAX_MESSAGE_BYTES = 2048
+ContentType: TypeAlias = Literal["application/msgpack", "application/json"]
 
 
 class EmbedstreamError(Exception):
@@ -44,8 +49,12 @@ class EmbedstreamError(Exception):
         given: what was given instead.
     """
 
-    code: ClassVar[str] = "internal"
-    retryable: ClassVar[bool] = False
+    code: str = "internal"
+    retryable: bool = False
+    request_id: str | None = None
+    reply_to: str | None = None
+    content_type: ContentType | None = None
+    metadata: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -85,15 +94,24 @@ class EmbedstreamError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> EmbedstreamError:
-        """The typed error for a received ``error`` map; an unknown code becomes `Internal`."""
-        cls = BY_CODE.get(str(wire.get("code")), Internal)
-        return cls(
+        """The typed error for a received ``error`` map.
+
+        A code from a newer service becomes `Internal` that keeps the code and `retryable` it came
+        with. Fields of the wrong type are left out rather than failing the reader.
+        """
+        code = str(wire.get("code"))
+        items = wire.get("items")
+        error = BY_CODE.get(code, Internal)(
             str(wire.get("message", "")),
-            path=wire.get("path"),
-            items=wire.get("items") or (),
-            limit=wire.get("limit"),
-            given=wire.get("given"),
+            path=wire["path"] if isinstance(wire.get("path"), str) else None,
+            items=[i for i in items if type(i) is int] if isinstance(items, list) else (),
+            limit=wire["limit"] if type(wire.get("limit")) is int else None,
+            given=wire["given"] if type(wire.get("given")) is int else None,
         )
+        if code not in BY_CODE:
+            error.code = code
+            error.retryable = wire.get("retryable") is True
+        return error
 
 
 class InvalidRequest(EmbedstreamError):

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from .errors import ContentType
+
 Task: TypeAlias = Literal["embed", "rerank", "classify", "score"]
 Lane: TypeAlias = Literal["interactive", "bulk"]
 Truncate: TypeAlias = Literal["error", "right", "left"]
 Encoding: TypeAlias = Literal["bytes", "float", "base64"]
 DType: TypeAlias = Literal["float32", "float16", "int8", "binary"]
 Output: TypeAlias = Literal["dense", "sparse", "multivector"]
-ContentType: TypeAlias = Literal["application/msgpack", "application/json"]
 
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify", "score")
 LANES: tuple[Lane, ...] = ("interactive", "bulk")

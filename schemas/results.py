@@ -51,11 +51,13 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
     Vectors are little-endian bytes of the reply's `dtype` in memory; the codec writes them as the
     request's `encoding` asks. `multivector` holds one such value per vector.
+    `scale` is given with int8: component = integer * scale.
     `scores` maps label names to scores (classify); `relevance_score` is a float (rerank, score).
     """
 
     index: int
     embedding: bytes | None = None
+    scale: float | None = None
     sparse: Sparse | None = None
     multivector: list[bytes] | None = None
     scores: dict[str, float] | None = None

@@ -1,0 +1,279 @@
+"""Plain values -> bytes, in either encoding, by one set of rules.
+
+Who calls it: `schemas.codec`.
+What must stay true: the same values give the same bytes, always; nothing non-finite and no lone
+surrogate is ever written; what cannot be written raises a typed error, not the packer's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ._decode import repair
+from .errors import ContentType, InvalidRequest, NonFinite
+from .headers import JSON
+from .requests import (
+    AnyRequest,
+    ClassifyRequest,
+    EmbedRequest,
+    Encoding,
+    Image,
+    Item,
+    Limits,
+    RerankRequest,
+    ScoreRequest,
+    Text,
+)
+from .results import FailureReply, ItemReply, Reply, Sparse
+from .validation import clean_metadata, default_encoding
+from .vectors import single_floats_msgpack, to_base64, to_wire
+
+_DEFAULT_LIMITS: Final = Limits()
+_MSGPACK: Final = msgspec.msgpack.Encoder()
+_JSON: Final = msgspec.json.Encoder()
+
+
+def dump(value: Any, content_type: ContentType) -> bytes:
+    """Plain values as one record body. Callers have checked numbers and types."""
+    encoder = _JSON if content_type == JSON else _MSGPACK
+    try:
+        return encoder.encode(value)
+    except UnicodeEncodeError:
+        return encoder.encode(_repaired(value))
+
+
+def _repaired(value: Any) -> Any:
+    if isinstance(value, str):
+        return repair(value)
+    if isinstance(value, dict):
+        return {_repaired(name): _repaired(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_repaired(entry) for entry in value]
+    return value
+
+
+def check_json_metadata(value: Any) -> None:
+    """msgspec would write bytes as base64 text and so change their type without a word."""
+    if isinstance(value, bytes):
+        raise InvalidRequest("metadata holds bytes, which JSON cannot carry", path="$.metadata")
+    for entry in value.values() if isinstance(value, dict) else value:
+        if isinstance(entry, bytes | dict | list):
+            check_json_metadata(entry)
+
+
+# --------------------------------------------------------------------------------------- requests
+
+
+def request_to_wire(request: AnyRequest) -> dict[str, Any]:
+    """The record of a request: `id` and `task` always, other fields when they differ from the
+    default."""
+    wire: dict[str, Any] = {"id": request.id, "task": request.task}
+    _put(wire, "model", request.model)
+    if isinstance(request, EmbedRequest | ClassifyRequest):
+        wire["input"] = [_item(item, request.content_type) for item in request.input]
+        _put(wire, "prompt_name", request.prompt_name)
+        _put(wire, "prompt", request.prompt)
+    else:
+        _put_rerank(wire, request)
+    if isinstance(request, EmbedRequest):
+        _put(wire, "dimensions", request.dimensions)
+        _put(wire, "normalize", request.normalize)
+        if request.outputs != ("dense",):
+            wire["outputs"] = list(request.outputs)
+        if request.dtype != "float32":
+            wire["dtype"] = request.dtype
+    elif request.raw_scores:
+        wire["raw_scores"] = True
+    if request.encoding != ("float" if request.content_type == JSON else "bytes"):
+        wire["encoding"] = request.encoding
+    if request.truncate != "error":
+        wire["truncate"] = request.truncate
+    _put(wire, "priority", request.priority)
+    _put(wire, "deadline_ms", request.deadline_ms)
+    _put(wire, "reply_to", request.reply_to)
+    _put(wire, "metadata", request.metadata)
+    return wire
+
+
+def _put(wire: dict[str, Any], name: str, value: Any) -> None:
+    if value is not None:
+        wire[name] = value
+
+
+def _put_rerank(wire: dict[str, Any], request: RerankRequest) -> None:
+    wire["query"] = request.query
+    wire["documents"] = [
+        document.text if document.id is None else {"id": document.id, "text": document.text}
+        for document in request.documents
+    ]
+    _put(wire, "top_n", request.top_n)
+    _put(wire, "instruction", request.instruction)
+    if request.return_documents:
+        wire["return_documents"] = True
+    if request.sort is not (not isinstance(request, ScoreRequest)):
+        wire["sort"] = request.sort
+
+
+def _item(item: Item, content_type: ContentType) -> Any:
+    if isinstance(item, Text):
+        return item.text
+    if isinstance(item, Image):
+        data = item.data
+        wire: dict[str, Any] = {
+            "image": f"data:;base64,{to_base64(data)}" if content_type == JSON else data
+        }
+        _put(wire, "text", item.text)
+        return wire
+    return list(item.ids)
+
+
+# ---------------------------------------------------------------------------------------- replies
+
+
+def reply_to_wire(reply: Reply, content_type: ContentType, encoding: Encoding) -> dict[str, Any]:
+    """The record of a reply, vectors written as `encoding` asks."""
+    name = "data" if reply.task in ("embed", "classify") else "results"
+    wire = envelope_to_wire(reply)
+    wire[name] = [item_to_wire(item, reply, content_type, encoding) for item in reply.items]
+    return wire
+
+
+def envelope_to_wire(reply: Reply) -> dict[str, Any]:
+    """Everything of a reply but its items, whose place is kept by an empty list."""
+    wire: dict[str, Any] = {
+        "id": reply.id,
+        "task": reply.task,
+        "model": {
+            "name": reply.model.name,
+            "fingerprint": reply.model.fingerprint,
+            "dtype": reply.model.dtype,
+        },
+        "object": "list",
+        "data" if reply.task in ("embed", "classify") else "results": [],
+        "n": reply.n,
+    }
+    _put(wire, "dimensions", reply.dimensions)
+    _put(wire, "dtype", reply.dtype)
+    _put(wire, "normalized", reply.normalized)
+    _put(wire, "prompt", reply.prompt)
+    wire["usage"] = {
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "total_tokens": reply.usage.total_tokens,
+    }
+    _put(wire, "part", reply.part)
+    _put(wire, "parts", reply.parts)
+    if reply.timings is not None:
+        wire["timings"] = {
+            "queue_ms": _finite(reply.timings.queue_ms),
+            "forward_ms": _finite(reply.timings.forward_ms),
+            "total_ms": _finite(reply.timings.total_ms),
+        }
+    _put(wire, "metadata", reply.metadata)
+    return wire
+
+
+def item_to_wire(
+    item: ItemReply, reply: Reply, content_type: ContentType, encoding: Encoding
+) -> dict[str, Any]:
+    """One entry of `data` or `results`. Raises `NonFinite` that names the item's index."""
+    wire: dict[str, Any] = {"index": item.index}
+    if item.error is not None:
+        wire["error"] = item.error.to_wire()
+        _put(wire, "id", item.id)
+        return wire
+    try:
+        if item.embedding is not None:
+            wire["embedding"] = _vector(item.embedding, reply, content_type, encoding)
+        if item.sparse is not None:
+            wire["sparse"] = _sparse(item.sparse)
+        if item.multivector is not None:
+            wire["multivector"] = [
+                _vector(vector, reply, content_type, encoding) for vector in item.multivector
+            ]
+        if item.scores is not None:
+            wire["scores"] = {label: _finite(score) for label, score in item.scores.items()}
+        if item.relevance_score is not None:
+            wire["relevance_score"] = _finite(item.relevance_score)
+    except NonFinite:
+        raise NonFinite(
+            "a result is not finite and cannot be written", items=[item.index]
+        ) from None
+    _put(wire, "id", item.id)
+    _put(wire, "document", item.document)
+    _put(wire, "tokens", item.tokens)
+    _put(wire, "truncated", item.truncated)
+    return wire
+
+
+def _vector(data: bytes, reply: Reply, content_type: ContentType, encoding: Encoding) -> Any:
+    dtype = reply.dtype or "float32"
+    value = to_wire(data, dtype, encoding)
+    if encoding == "float" and dtype == "float32" and content_type != JSON:
+        return msgspec.Raw(single_floats_msgpack(data))
+    return value
+
+
+def _sparse(sparse: Sparse) -> dict[str, Any]:
+    return {"indices": sparse.indices, "values": [_finite(value) for value in sparse.values]}
+
+
+def _finite(value: float) -> float:
+    if value - value != 0:
+        raise NonFinite("a number is not finite and cannot be written")
+    return float(value)
+
+
+def failure_to_wire(reply: FailureReply) -> dict[str, Any]:
+    """The record of a request that failed as a whole."""
+    wire: dict[str, Any] = {"id": reply.id, "error": reply.error.to_wire()}
+    _put(wire, "metadata", reply.metadata)
+    return wire
+
+
+def encode_reply(
+    reply: Reply | FailureReply,
+    *,
+    content_type: ContentType = "application/msgpack",
+    encoding: Encoding | None = None,
+) -> bytes:
+    """The record of a reply.
+
+    Args:
+        content_type: the encoding of the request that is answered.
+        encoding: how vectors are written; None is the default of `content_type`. A failure has no
+            vectors, so any value does.
+
+    Raises:
+        NonFinite: a vector, score or timing is NaN or infinite; `items` holds the index.
+        InvalidRequest: bytes in JSON, or metadata that no record can carry.
+    """
+    if isinstance(reply, FailureReply):
+        wire = failure_to_wire(reply)
+    else:
+        wire = reply_to_wire(reply, content_type, checked_encoding(content_type, encoding))
+    if reply.metadata is not None:
+        wire["metadata"] = metadata_to_wire(reply.metadata, content_type, _DEFAULT_LIMITS)
+    return dump(wire, content_type)
+
+
+def checked_encoding(content_type: ContentType, encoding: Encoding | None) -> Encoding:
+    """The encoding to write vectors in. Raises `InvalidRequest` for bytes in JSON."""
+    if encoding is None:
+        return default_encoding(content_type)
+    if content_type == JSON and encoding == "bytes":
+        raise InvalidRequest(
+            "JSON cannot carry bytes: ask for base64 or float, or send msgpack", path="$.encoding"
+        )
+    return encoding
+
+
+def metadata_to_wire(
+    metadata: dict[str, Any], content_type: ContentType, limits: Limits
+) -> dict[str, Any]:
+    """Metadata as it may be written. Raises for what no record, or JSON alone, cannot carry."""
+    cleaned = clean_metadata(metadata, limits)
+    if content_type == JSON:
+        check_json_metadata(cleaned)
+    return cleaned

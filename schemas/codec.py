@@ -1,0 +1,171 @@
+"""The codec: record bytes <-> requests and replies. The door to the wire contract.
+
+Who calls it: ingress decodes requests and egress encodes replies; clients and the CLI do the
+reverse; all of them through these functions and nothing deeper.
+What must stay true: any bytes either decode or raise an `EmbedstreamError`, in bounded time and
+memory; decode(encode(x)) == x; the same reply always gives the same bytes, timings apart; bytes of
+one released version decode in every later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ._decode import Record, open_record, sniff
+from ._encode import dump, encode_reply, metadata_to_wire, request_to_wire
+from ._parts import join_parts, split_reply
+from ._reply import read_reply
+from .errors import (
+    EmbedstreamError,
+    InvalidRequest,
+    RecordTooLarge,
+    UndecodableRecord,
+)
+from .headers import (
+    CONTENT_TYPE,
+    DEADLINE_MS,
+    JSON,
+    REPLY_TO,
+    REQUEST_ID,
+    TRACEPARENT,
+    parse_headers,
+    reply_headers,
+    salvage_headers,
+)
+from .requests import AnyRequest, Limits, ScoreRequest
+from .results import FailureReply, Reply
+from .validation import (
+    build_request,
+    default_encoding,
+    request_id,
+    request_metadata,
+)
+
+__all__ = [
+    "decode_reply",
+    "decode_request",
+    "default_encoding",
+    "encode_reply",
+    "encode_request",
+    "join_parts",
+    "reply_headers",
+    "split_reply",
+]
+
+_DEFAULT_LIMITS = Limits()
+
+
+def decode_request(
+    body: bytes | None,
+    headers: Mapping[str, bytes],
+    *,
+    default_id: str,
+    limits: Limits = _DEFAULT_LIMITS,
+) -> AnyRequest:
+    """Decode and validate one request record.
+
+    Args:
+        body: the record. None (a Kafka tombstone) and b"" are two different errors.
+        headers: record headers; any case, bytes or str.
+        default_id: the request id when neither body nor header names one.
+        limits: what a record may hold.
+
+    Raises:
+        EmbedstreamError: a typed error that also carries what could still be read of the request
+            (`request_id`, `reply_to`, `content_type`, `metadata`). `UndecodableRecord` when the
+            bytes are no record at all.
+    """
+    record: Record | None = None
+    try:
+        if body is None:
+            raise UndecodableRecord("the record has no value (a tombstone)")
+        if len(body) > limits.max_record_bytes:
+            raise RecordTooLarge(
+                f"the record exceeds {limits.max_record_bytes} bytes; split the request",
+                limit=limits.max_record_bytes,
+                given=len(body),
+            )
+        found = parse_headers(headers)
+        record = open_record(bytes(body), found.content_type, limits)
+        return build_request(record, found, default_id=default_id, limits=limits)
+    except EmbedstreamError as error:
+        _attach(error, record, body, headers, default_id, limits)
+        raise
+
+
+def _attach(
+    error: EmbedstreamError,
+    record: Record | None,
+    body: bytes | None,
+    headers: Mapping[str, bytes],
+    default_id: str,
+    limits: Limits,
+) -> None:
+    """Put on the error whatever a reply to this request needs and can still be read."""
+    found = salvage_headers(headers)
+    error.content_type = record.content_type if record else found.content_type
+    if error.content_type is None and body:
+        error.content_type = sniff(bytes(body[:64]))
+    error.reply_to = found.reply_to
+    fallback_id = (found.request_id or default_id).encode("utf-8", "replace")
+    error.request_id = fallback_id[: limits.max_id_bytes].decode("utf-8", "ignore")
+    if record is None:
+        return
+    with suppress(EmbedstreamError):
+        error.request_id = request_id(record, found, default_id, limits)
+    with suppress(EmbedstreamError):
+        error.metadata = request_metadata(record, limits)
+    if error.reply_to is None and "reply_to" in record.names:
+        try:
+            value = record.value("reply_to")
+        except EmbedstreamError:
+            return
+        error.reply_to = value if isinstance(value, str) and value else None
+
+
+def encode_request(
+    request: AnyRequest, *, limits: Limits = _DEFAULT_LIMITS
+) -> tuple[bytes, dict[str, bytes]]:
+    """The record of a request, in `request.content_type`, and its headers.
+
+    The body says everything; the headers repeat what lets a service answer a record that it cannot
+    read. Fields at their default are left out.
+
+    Raises:
+        EmbedstreamError: the request could not be decoded again: it breaks the contract.
+    """
+    if isinstance(request, ScoreRequest) and (request.sort or request.top_n is not None):
+        raise InvalidRequest("score gives every score in input order: no sort, no top_n")
+    if request.content_type == JSON and request.encoding == "bytes":
+        raise InvalidRequest(
+            "JSON cannot carry bytes: ask for base64 or float, or send msgpack", path="$.encoding"
+        )
+    wire = request_to_wire(request)
+    if request.metadata is not None:
+        wire["metadata"] = metadata_to_wire(request.metadata, request.content_type, limits)
+    body = dump(wire, request.content_type)
+    headers = {
+        CONTENT_TYPE: request.content_type.encode("ascii"),
+        REQUEST_ID: request.id.encode("utf-8", "replace"),
+    }
+    if request.reply_to is not None:
+        headers[REPLY_TO] = request.reply_to.encode("utf-8", "replace")
+    if request.deadline_ms is not None:
+        headers[DEADLINE_MS] = b"%d" % request.deadline_ms
+    if request.traceparent is not None:
+        headers[TRACEPARENT] = request.traceparent.encode("ascii", "replace")
+    return body, headers
+
+
+def decode_reply(body: bytes, headers: Mapping[str, bytes] | None = None) -> Reply | FailureReply:
+    """Decode one reply record. Fields that a newer service added are skipped.
+
+    Vectors come back as little-endian bytes of the reply's `dtype`, however they were written.
+
+    Raises:
+        UndecodableRecord: the bytes are no reply.
+        InvalidRequest: a field of the reply is missing or has the wrong type.
+    """
+    found = parse_headers({} if headers is None else headers)
+    return read_reply(bytes(body), found.content_type)

@@ -1,0 +1,560 @@
+"""Named fields -> a request: the meaning half of decoding, the same for both encodings.
+
+Who calls it: `schemas.codec.decode_request`, with a record that `schemas._decode` opened.
+What must stay true: every error names the path of the first wrong value and the remedy; no message
+carries user text (names of unknown fields are shown, cut and printable); an option that cannot take
+effect is refused, never ignored; null means absent for every optional field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TypeAlias
+
+from ._decode import (
+    BYTES_PER_TOKEN_ID,
+    Record,
+    raise_too_large,
+    raise_too_many,
+    repair,
+    safe_name,
+    unique_pairs,
+)
+from .errors import (
+    ContentType,
+    EmptyInput,
+    InvalidDimensions,
+    InvalidRequest,
+    TooDeep,
+    Unsupported,
+)
+from .headers import JSON, MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES, RecordHeaders
+from .requests import (
+    TASKS,
+    AnyRequest,
+    ClassifyRequest,
+    Document,
+    EmbedRequest,
+    Encoding,
+    Image,
+    Item,
+    Limits,
+    RerankRequest,
+    ScoreRequest,
+    Text,
+    TokenIds,
+)
+from .vectors import from_base64
+
+_Check: TypeAlias = Callable[[Any, str, Limits], Any]
+
+SCHEMA_VERSION: Final = 1
+MAX_TOKEN_ID: Final = 2**31 - 1
+
+_COMMON: Final = frozenset({
+    "id", "task", "model", "encoding", "encoding_format", "truncate", "priority", "deadline_ms",
+    "reply_to", "metadata", "schema_version",
+})  # fmt: skip
+_RERANK: Final = frozenset({
+    "query", "documents", "top_n", "return_documents", "raw_scores", "instruction", "sort",
+})  # fmt: skip
+FIELDS_OF_TASK: Final[dict[str, frozenset[str]]] = {
+    "embed": _COMMON
+    | {"input", "dimensions", "normalize", "outputs", "dtype", "prompt_name", "prompt"},
+    "classify": _COMMON | {"input", "raw_scores", "prompt_name", "prompt"},
+    "rerank": _COMMON | _RERANK,
+    "score": _COMMON | (_RERANK - {"top_n", "sort"}),
+}
+ALL_FIELDS: Final = frozenset().union(*FIELDS_OF_TASK.values())
+
+
+def default_encoding(content_type: ContentType) -> Encoding:
+    """How vectors are written when a request does not say: bytes in msgpack, numbers in JSON."""
+    return "float" if content_type == JSON else "bytes"
+
+
+def build_request(
+    record: Record, headers: RecordHeaders, *, default_id: str, limits: Limits
+) -> AnyRequest:
+    """Validate every field of an opened record and fill in the defaults.
+
+    Raises:
+        EmbedstreamError: the typed error of the first rule that is broken.
+    """
+    if record.repeated:
+        raise InvalidRequest("a field name is repeated inside one map", path="$")
+    known, task = _known_fields(record)
+    values: dict[str, Any] = {}
+    for name in known:
+        check = _CHECKS.get(name)
+        if check is not None:
+            value = record.value(name)
+            if value is not None:
+                values[name] = check(value, f"$.{name}", limits)
+    values["id"] = request_id(record, headers, default_id, limits)
+    values["content_type"] = record.content_type
+    values["encoding"] = _encoding(values, record.content_type)
+    if "metadata" in known:
+        values["metadata"] = request_metadata(record, limits)
+    if headers.reply_to is not None:
+        values["reply_to"] = headers.reply_to
+    if headers.deadline_ms is not None:
+        values["deadline_ms"] = headers.deadline_ms
+    if headers.traceparent is not None:
+        values["traceparent"] = headers.traceparent
+    if "prompt" in values and "prompt_name" in values:
+        raise InvalidRequest("prompt and prompt_name exclude each other", path="$.prompt_name")
+    return _BUILDERS[task](record, values, limits)
+
+
+def _known_fields(record: Record) -> tuple[list[str], str]:
+    """The fields to read, and the task. Unknown ones pass only when the sender is newer."""
+    names = list(record.names)
+    task = _task(record, names)
+    allowed = FIELDS_OF_TASK[task]
+    if allowed.issuperset(names):
+        if "schema_version" in names:
+            _schema_version(record)
+        return names, task
+    newer = "schema_version" in names and _schema_version(record) > SCHEMA_VERSION
+    known = []
+    for name in names:
+        if name in allowed:
+            known.append(name)
+        elif name in ALL_FIELDS:
+            if record.value(name) is not None:
+                raise InvalidRequest(
+                    f"the field {name} does not apply to the task {task}", path=f"$.{name}"
+                )
+        elif not newer:
+            raise InvalidRequest("unknown field", path=f"$.{safe_name(name)}")
+    return known, task
+
+
+def _schema_version(record: Record) -> int:
+    version = record.value("schema_version")
+    if version is None:
+        return SCHEMA_VERSION
+    if type(version) is not int or version < 1:
+        raise InvalidRequest(
+            "schema_version must be a whole number from 1", path="$.schema_version"
+        )
+    return version
+
+
+def _task(record: Record, names: list[str]) -> str:
+    task = record.value("task") if "task" in names else None
+    if task is None:
+        return "rerank" if "query" in names and "documents" in names else "embed"
+    if not isinstance(task, str) or task not in TASKS:
+        raise InvalidRequest(f"task must be one of {', '.join(TASKS)}", path="$.task")
+    return task
+
+
+def request_id(record: Record, headers: RecordHeaders, default_id: str, limits: Limits) -> str:
+    """Body `id`, else the `request-id` header, else what the transport offers."""
+    value = record.value("id") if "id" in record.names else None
+    path = "$.id"
+    if value is None:
+        value, path = headers.request_id, "headers.request-id"
+    if value is None:
+        value, path = default_id, "key"
+    if not isinstance(value, str):
+        raise InvalidRequest("a request id must be a string", path=path)
+    if not value:
+        raise InvalidRequest("a request id must not be empty", path=path)
+    n_bytes = utf8_bytes(value)
+    if n_bytes > limits.max_id_bytes:
+        raise InvalidRequest(
+            f"a request id may have {limits.max_id_bytes} bytes"
+            + ("; the record's key stands in for a missing id" if path == "key" else ""),
+            path=path,
+            limit=limits.max_id_bytes,
+            given=n_bytes,
+        )
+    return value
+
+
+def request_metadata(record: Record, limits: Limits) -> dict[str, Any] | None:
+    """The free-form field, cleaned; None when it is absent."""
+    if "metadata" not in record.names:
+        return None
+    value = record.metadata()
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequest("metadata must be a map", path="$.metadata")
+    return clean_metadata(value, limits)
+
+
+def utf8_bytes(text: str) -> int:
+    """Length of the UTF-8 form, without building it for plain ASCII."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+# --------------------------------------------------------------------------------------- metadata
+
+
+def clean_metadata(metadata: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """Metadata that may travel: plain types, finite, no deeper than allowed, valid text.
+
+    The record is level 1 and metadata level 2. Lone surrogates become U+FFFD.
+
+    Raises:
+        InvalidRequest: another type, a non-finite float, an integer beyond 64 bits.
+        TooDeep: more than `limits.max_depth` levels.
+    """
+    cleaned: dict[str, Any] = _clean(metadata, 2, limits.max_depth)
+    return cleaned
+
+
+def _clean(value: Any, level: int, max_depth: int) -> Any:
+    kind = type(value)
+    if kind is str:
+        return value if value.isascii() else repair(value)
+    if kind is bool or kind is bytes or value is None:
+        return value
+    if kind is int:
+        if not -(2**63) <= value < 2**64:
+            raise InvalidRequest("a number in metadata exceeds 64 bits", path="$.metadata")
+        return value
+    if kind is float:
+        if not math.isfinite(value):
+            raise InvalidRequest("a number in metadata is not finite", path="$.metadata")
+        return value
+    if kind is not dict and kind is not list:
+        raise InvalidRequest("metadata holds a value of another type", path="$.metadata")
+    if level > max_depth:
+        raise TooDeep(
+            f"metadata nests deeper than {max_depth} levels", path="$.metadata", limit=max_depth
+        )
+    if kind is list:
+        return [_clean(entry, level + 1, max_depth) for entry in value]
+    if not all(type(name) is str for name in value):
+        raise InvalidRequest("a name in metadata is not a string", path="$.metadata")
+    return unique_pairs([
+        (repair(name), _clean(entry, level + 1, max_depth)) for name, entry in value.items()
+    ])  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- scalars
+
+
+def _refuse(expected: str, path: str) -> NoReturn:
+    raise InvalidRequest(f"expected {expected}", path=path)
+
+
+def _bool(value: Any, path: str, limits: Limits) -> bool:
+    if value is not True and value is not False:
+        _refuse("true or false", path)
+    return bool(value)
+
+
+def _name(value: Any, path: str, limits: Limits) -> str:
+    if not isinstance(value, str) or not value:
+        _refuse("a non-empty string", path)
+    return value
+
+
+def _long_text(value: Any, path: str, limits: Limits) -> str:
+    if not isinstance(value, str):
+        _refuse("a string", path)
+    if utf8_bytes(value) > limits.max_item_bytes:
+        raise_too_large(utf8_bytes(value), path, limits)
+    return value
+
+
+def _reply_to(value: Any, path: str, limits: Limits) -> str:
+    name = _name(value, path, limits)
+    if utf8_bytes(name) > MAX_REPLY_TO_BYTES:
+        raise InvalidRequest(
+            f"reply_to is longer than {MAX_REPLY_TO_BYTES} bytes",
+            path=path,
+            limit=MAX_REPLY_TO_BYTES,
+            given=utf8_bytes(name),
+        )
+    return name
+
+
+def _one_of(*choices: str) -> _Check:
+    expected = "one of " + ", ".join(choices)
+
+    def check(value: Any, path: str, limits: Limits) -> str:
+        if not isinstance(value, str) or value not in choices:
+            _refuse(expected, path)
+        return value
+
+    return check
+
+
+def _deadline_ms(value: Any, path: str, limits: Limits) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_DEADLINE_MS:
+        _refuse("whole milliseconds since 1970", path)
+    return value
+
+
+def _top_n(value: Any, path: str, limits: Limits) -> int:
+    if type(value) is not int or not 1 <= value < 2**63:
+        _refuse("a whole number from 1; leave top_n out to get all", path)
+    return value
+
+
+def _dimensions(value: Any, path: str, limits: Limits) -> int:
+    if type(value) is not int or value >= 2**63:
+        _refuse("a whole number", path)
+    if value < 1:
+        raise InvalidDimensions("dimensions must be at least 1", path=path, limit=1, given=value)
+    return value
+
+
+def _outputs(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        _refuse("a non-empty list of dense, sparse, multivector", path)
+    for i, output in enumerate(value):
+        if output not in ("dense", "sparse", "multivector"):
+            _refuse("one of dense, sparse, multivector", f"{path}[{i}]")
+    if len(set(value)) != len(value):
+        raise InvalidRequest("an output is named twice", path=path)
+    return tuple(value)
+
+
+def _encoding(values: dict[str, Any], content_type: ContentType) -> str:
+    encoding = values.get("encoding")
+    alias = values.pop("encoding_format", None)
+    if encoding is not None and alias is not None and encoding != alias:
+        raise InvalidRequest(
+            "encoding and its alias encoding_format disagree", path="$.encoding_format"
+        )
+    chosen: str = encoding or alias or default_encoding(content_type)
+    if chosen == "bytes" and content_type == JSON:
+        raise InvalidRequest(
+            "JSON cannot carry bytes: ask for base64 or float, or send msgpack",
+            path="$.encoding" if encoding else "$.encoding_format",
+        )
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------ items
+
+
+def _input(value: Any, path: str, limits: Limits) -> Any:
+    """Checked later by `_read_items`, which needs the size of the record."""
+    if not isinstance(value, str | list):
+        _refuse("a string or a list of items", path)
+    return value
+
+
+def _documents(value: Any, path: str, limits: Limits) -> Any:
+    if not isinstance(value, list):
+        _refuse("a list of documents", path)
+    return value
+
+
+def _check_count(entries: list[Any], path: str, limits: Limits) -> None:
+    if not entries:
+        raise EmptyInput(f"{path[2:]} is an empty list", path=path)
+    if len(entries) > limits.max_items:
+        raise_too_many(len(entries), path, limits)
+
+
+def _check_sizes(sizes: list[int], path: str, limits: Limits) -> None:
+    """Fail the request with the indexes of all items over the byte limit."""
+    over = [i for i, n_bytes in enumerate(sizes) if n_bytes > limits.max_item_bytes]
+    if over:
+        raise_too_large(sizes[over[0]], f"{path}[{over[0]}]", limits, over)
+
+
+def _read_input(value: Any, record: Record, limits: Limits) -> tuple[Item, ...]:
+    path = "$.input"
+    if isinstance(value, str):
+        value = [value]
+    elif value and type(value[0]) is int:
+        return (_token_ids(value, path, limits, None),)
+    _check_count(value, path, limits)
+    small = record.n_bytes <= limits.max_item_bytes  # then no text can exceed the limit
+    if set(map(type, value)) == {str}:
+        if not small:
+            _check_sizes([utf8_bytes(text) for text in value], path, limits)
+        return tuple(map(Text, value))
+    items = tuple(_item(entry, f"{path}[{i}]", limits, i) for i, entry in enumerate(value))
+    _check_sizes([_item_bytes(item) for item in items], path, limits)
+    return items
+
+
+def _item(entry: Any, path: str, limits: Limits, index: int) -> Item:
+    if isinstance(entry, str):
+        return Text(entry)
+    if isinstance(entry, list):
+        return _token_ids(entry, path, limits, index)
+    if isinstance(entry, dict):
+        return _input_map(entry, path, limits)
+    if type(entry) is int:
+        raise InvalidRequest("token ids and other items do not mix in one list", path=path)
+    _refuse("a string, a list of token ids, or a map with text or image", path)
+
+
+def _item_bytes(item: Item) -> int:
+    if isinstance(item, Text):
+        return utf8_bytes(item.text)
+    if isinstance(item, TokenIds):
+        return BYTES_PER_TOKEN_ID * len(item.ids)
+    return len(item.data) + utf8_bytes(item.text or "")
+
+
+def _token_ids(ids: list[Any], path: str, limits: Limits, index: int | None) -> TokenIds:
+    if len(ids) * BYTES_PER_TOKEN_ID > limits.max_item_bytes:
+        items = () if index is None else (index,)
+        raise_too_large(len(ids) * BYTES_PER_TOKEN_ID, path, limits, items)
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_TOKEN_ID):
+        for i, token_id in enumerate(ids):
+            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+                _refuse(f"a token id: a whole number from 0 to {MAX_TOKEN_ID}", f"{path}[{i}]")
+    return TokenIds(tuple(ids))
+
+
+def _check_entry_fields(entry: dict[str, Any], allowed: tuple[str, ...], path: str) -> None:
+    for name in entry:
+        if name not in allowed:
+            raise InvalidRequest("unknown field", path=f"{path}.{safe_name(name)}")
+
+
+def _input_map(entry: dict[str, Any], path: str, limits: Limits) -> Item:
+    _check_entry_fields(entry, ("text", "image"), path)
+    text, image = entry.get("text"), entry.get("image")
+    if text is not None and not isinstance(text, str):
+        _refuse("a string", f"{path}.text")
+    if image is None:
+        if text is None:
+            raise InvalidRequest("an item needs text or image", path=path)
+        return Text(text)
+    return Image(_image_bytes(image, f"{path}.image"), text)
+
+
+def _image_bytes(value: Any, path: str) -> bytes:
+    if isinstance(value, str):
+        value = _data_uri(value, path)
+    if not isinstance(value, bytes):
+        _refuse("image bytes, or a data: URI", path)
+    if not value:
+        raise InvalidRequest("the image is empty", path=path)
+    return value
+
+
+def _data_uri(uri: str, path: str) -> bytes:
+    if uri[:5].lower() != "data:":
+        raise InvalidRequest(
+            "an image comes as bytes or as a data: URI; the service never fetches a URL", path=path
+        )
+    head, comma, payload = uri[5:].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequest("a data: URI must be base64", path=path)
+    media_type = head[:-7].split(";")[0].strip().lower()
+    if media_type and not media_type.startswith("image/"):
+        raise InvalidRequest("the data: URI does not say that it is an image", path=path)
+    try:
+        return from_base64(payload)
+    except InvalidRequest:
+        raise InvalidRequest("the data: URI is not valid base64", path=path) from None
+
+
+def _read_documents(value: list[Any], record: Record, limits: Limits) -> tuple[Document, ...]:
+    path = "$.documents"
+    _check_count(value, path, limits)
+    small = record.n_bytes <= limits.max_item_bytes
+    if set(map(type, value)) == {str}:
+        documents = tuple(map(Document, value))
+    else:
+        documents = tuple(_document(v, f"{path}[{i}]", limits) for i, v in enumerate(value))
+    if not small:
+        _check_sizes([utf8_bytes(document.text) for document in documents], path, limits)
+    return documents
+
+
+def _document(entry: Any, path: str, limits: Limits) -> Document:
+    if isinstance(entry, str):
+        return Document(entry)
+    if not isinstance(entry, dict):
+        _refuse("a string or a map with text and id", path)
+    _check_entry_fields(entry, ("text", "id"), path)
+    text, document_id = entry.get("text"), entry.get("id")
+    if not isinstance(text, str):
+        _refuse("a string", f"{path}.text")
+    if document_id is not None:
+        _name(document_id, f"{path}.id", limits)
+        if utf8_bytes(document_id) > limits.max_id_bytes:
+            raise InvalidRequest(
+                f"a document id may have {limits.max_id_bytes} bytes",
+                path=f"{path}.id",
+                limit=limits.max_id_bytes,
+                given=utf8_bytes(document_id),
+            )
+    return Document(text, document_id)
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+
+def _need(values: dict[str, Any], name: str, task: str) -> Any:
+    if name not in values:
+        raise InvalidRequest(f"the task {task} needs the field {name}", path=f"$.{name}")
+    return values[name]
+
+
+def _build_embed(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
+    values["input"] = _read_input(_need(values, "input", "embed"), record, limits)
+    return EmbedRequest(**values)
+
+
+def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
+    items = _read_input(_need(values, "input", "classify"), record, limits)
+    for i, item in enumerate(items):
+        if isinstance(item, Image):
+            raise Unsupported("classify takes no images", path=f"$.input[{i}].image")
+    values["input"] = items
+    return ClassifyRequest(**values)
+
+
+def _build_rerank(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
+    _need(values, "query", "rerank")
+    documents = _need(values, "documents", "rerank")
+    values["documents"] = _read_documents(documents, record, limits)
+    return RerankRequest(**values)
+
+
+def _build_score(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
+    _need(values, "query", "score")
+    documents = _need(values, "documents", "score")
+    values["documents"] = _read_documents(documents, record, limits)
+    return ScoreRequest(**values)
+
+
+_BUILDERS: Final[dict[str, Callable[[Record, dict[str, Any], Limits], AnyRequest]]] = {
+    "embed": _build_embed,
+    "classify": _build_classify,
+    "rerank": _build_rerank,
+    "score": _build_score,
+}
+_CHECKS: Final[dict[str, _Check]] = {
+    "model": _name,
+    "input": _input,
+    "query": _long_text,
+    "documents": _documents,
+    "top_n": _top_n,
+    "return_documents": _bool,
+    "raw_scores": _bool,
+    "instruction": _long_text,
+    "sort": _bool,
+    "dimensions": _dimensions,
+    "normalize": _bool,
+    "outputs": _outputs,
+    "encoding": _one_of("bytes", "float", "base64"),
+    "encoding_format": _one_of("bytes", "float", "base64"),
+    "dtype": _one_of("float32", "float16", "int8", "binary"),
+    "prompt_name": _name,
+    "prompt": _long_text,
+    "truncate": _one_of("error", "right", "left"),
+    "priority": _one_of("interactive", "bulk"),
+    "deadline_ms": _deadline_ms,
+    "reply_to": _reply_to,
+}
