@@ -33,7 +33,7 @@ from .headers import (
     reply_headers,
     salvage_headers,
 )
-from .requests import AnyRequest, Limits, ScoreRequest
+from .requests import AnyRequest, CancelRequest, Limits, ScoreRequest
 from .results import FailureReply, Reply
 from .validation import (
     build_request,
@@ -62,8 +62,8 @@ def decode_request(
     *,
     default_id: str,
     limits: Limits = _DEFAULT_LIMITS,
-) -> AnyRequest:
-    """Decode and validate one request record.
+) -> AnyRequest | CancelRequest:
+    """Decode and validate one request record (or a cancel record).
 
     Args:
         body: the record. None (a Kafka tombstone) and b"" are two different errors.

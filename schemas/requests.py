@@ -150,6 +150,16 @@ class ScoreRequest(RerankRequest, frozen=True, kw_only=True):
     sort: bool = False
 
 
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Withdraws the queued requests of that id, as far as this service instance holds them.
+
+    On the wire: ``{"task": "cancel", "id": "..."}``. It has no reply of its own; the withdrawn
+    request is answered `cancelled`. Work that already runs is finished and answered.
+    """
+
+    id: str
+
+
 _TASK_OF: dict[type[Request], Task] = {
     EmbedRequest: "embed",
     ClassifyRequest: "classify",

@@ -33,6 +33,7 @@ from .headers import JSON, MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES, RecordHeaders
 from .requests import (
     TASKS,
     AnyRequest,
+    CancelRequest,
     ClassifyRequest,
     Document,
     EmbedRequest,
@@ -50,6 +51,7 @@ from .vectors import from_base64
 _Check: TypeAlias = Callable[[Any, str, Limits], Any]
 
 SCHEMA_VERSION: Final = 1
+CANCEL: Final = "cancel"
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 _COMMON: Final = frozenset({
@@ -76,7 +78,7 @@ def default_encoding(content_type: ContentType) -> Encoding:
 
 def build_request(
     record: Record, headers: RecordHeaders, *, default_id: str, limits: Limits
-) -> AnyRequest:
+) -> AnyRequest | CancelRequest:
     """Validate every field of an opened record and fill in the defaults.
 
     Raises:
@@ -84,6 +86,8 @@ def build_request(
     """
     if record.repeated:
         raise InvalidRequest("a field name is repeated inside one map", path="$")
+    if "task" in record.names and record.value("task") == CANCEL:
+        return _cancel_request(record, headers, default_id, limits)
     known, task = _known_fields(record)
     values: dict[str, Any] = {}
     for name in known:
@@ -106,6 +110,18 @@ def build_request(
     if "prompt" in values and "prompt_name" in values:
         raise InvalidRequest("prompt and prompt_name exclude each other", path="$.prompt_name")
     return _BUILDERS[task](record, values, limits)
+
+
+def _cancel_request(
+    record: Record, headers: RecordHeaders, default_id: str, limits: Limits
+) -> CancelRequest:
+    for name in record.names:
+        if name not in ("task", "id", "schema_version"):
+            raise InvalidRequest(
+                "a cancel record holds only task, id and schema_version",
+                path=f"$.{safe_name(name)}",
+            )
+    return CancelRequest(id=request_id(record, headers, default_id, limits))
 
 
 def _known_fields(record: Record) -> tuple[list[str], str]:
@@ -148,7 +164,8 @@ def _task(record: Record, names: list[str]) -> str:
     if task is None:
         return "rerank" if "query" in names and "documents" in names else "embed"
     if not isinstance(task, str) or task not in TASKS:
-        raise InvalidRequest(f"task must be one of {', '.join(TASKS)}", path="$.task")
+        known = ", ".join((*TASKS, CANCEL))
+        raise InvalidRequest(f"task must be one of {known}", path="$.task")
     return task
 
 
