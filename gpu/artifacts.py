@@ -396,7 +396,7 @@ def _prompts(
     override: Mapping[str, str] | None,
     default_override: str | None,
 ) -> dict[str, Any]:
-    read = override if override is not None else (st_config.get("prompts") or {})
+    read = {**(st_config.get("prompts") or {}), **(override or {})}
     prompts = {str(k): str(v) for k, v in read.items() if v is not None}
     default = default_override or st_config.get("default_prompt_name")
     if default is not None and default not in prompts:

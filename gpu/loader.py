@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from .artifacts import ModelLoadError, ModelSpec, load_spec, resolve_folder
@@ -22,19 +23,23 @@ class ModelSettings:
     path: folder or hub id. offline: never ask a hub (a folder never does anyway).
     max_batch_tokens: tokens a pack may hold, or "auto": 512 on the CPU, 16384 on CUDA.
     max_tokens: per item, overrides the folder. dtype: "auto", "float32", "bfloat16", "float16".
-    device: "auto", "cpu", "cuda:0". matryoshka_dimensions, pooling, prompts, default_prompt_name:
-    override what the folder says.
+    device: "auto", "cpu", "cuda:0". attention, batch_invariant: see `gpu.attention.backends_for`.
+    matryoshka_dimensions, pooling, default_prompt_name: override what the folder says; prompts are
+    added to the folder's, and override those of the same name.
+    "auto", None and an empty list or map all mean: as the folder says.
     """
 
     path: str
     max_batch_tokens: int | Literal["auto"] = "auto"
-    max_tokens: int | None = None
+    max_tokens: int | Literal["auto"] | None = None
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
     allow_pickle: bool = False
     offline: bool = True
     revision: str | None = None
+    attention: str = "auto"
+    batch_invariant: bool = False
     empty_input: Literal["error", "embed"] = "error"
     matryoshka_dimensions: tuple[int, ...] | None = None
     pooling: str | None = None
@@ -46,8 +51,9 @@ class ModelSettings:
         budget = self.max_batch_tokens
         if budget != "auto" and not (isinstance(budget, int) and 1 <= budget <= 2**31 - 1):
             raise ModelLoadError(f'max_batch_tokens = {budget!r} is not "auto" or 1 and more')
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ModelLoadError(f"max_tokens = {self.max_tokens} is not 1 or more")
+        limit = self.max_tokens
+        if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
+            raise ModelLoadError(f'max_tokens = {limit!r} is not "auto" or 1 and more')
         if self.empty_input not in ("error", "embed"):
             raise ModelLoadError(f'empty_input = {self.empty_input!r} is not "error" or "embed"')
 
@@ -55,9 +61,9 @@ class ModelSettings:
         """What the folder says, with the overrides; cheap, and without torch."""
         return load_spec(
             resolve_folder(self.path, offline=self.offline, revision=self.revision),
-            pooling=self.pooling,
-            max_tokens=self.max_tokens,
-            matryoshka_dimensions=self.matryoshka_dimensions,
+            pooling=None if self.pooling == "auto" else self.pooling,
+            max_tokens=self.max_tokens if isinstance(self.max_tokens, int) else None,
+            matryoshka_dimensions=self.matryoshka_dimensions or None,
             prompts=self.prompts,
             default_prompt_name=self.default_prompt_name,
         )
@@ -69,6 +75,12 @@ class RunnerFactory:
     def __init__(self, name: str, settings: ModelSettings) -> None:
         self.name, self.settings = name, settings
         self.phase = "waiting"
+
+    def thread_init(self) -> None:
+        """Run once by every executor thread before its first job."""
+        from .model_runner import init_executor_thread
+
+        init_executor_thread()
 
     def __call__(self) -> Runner:
         """The runner. Raises `ModelLoadError`."""
@@ -95,6 +107,8 @@ class RunnerFactory:
                 allow_pickle=self.settings.allow_pickle,
                 trust_remote_code=self.settings.trust_remote_code,
                 prepack=self.settings.prepack,
+                attention=self.settings.attention,
+                batch_invariant=self.settings.batch_invariant,
             ),
             encoder,
             on_phase=self._enter,
@@ -106,7 +120,7 @@ class RunnerFactory:
         self.phase = phase
 
 
-def make_runner_factory(name: str, path: str, **settings: Any) -> RunnerFactory:
+def make_runner_factory(name: str, path: str | Path, **settings: Any) -> RunnerFactory:
     """A factory for the model at `path` (folder or hub id); settings as in `ModelSettings`.
 
     Raises `ModelLoadError` for a setting that makes no sense or does not exist.
@@ -118,6 +132,6 @@ def make_runner_factory(name: str, path: str, **settings: Any) -> RunnerFactory:
             f"models.{name}: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
     try:
-        return RunnerFactory(name, ModelSettings(path=path, **settings))
+        return RunnerFactory(name, ModelSettings(path=str(path), **settings))
     except ModelLoadError as error:
         raise ModelLoadError(f"models.{name}.{error}") from error

@@ -25,12 +25,13 @@ from schemas.errors import (
 )
 
 from .artifacts import ModelLoadError, ModelSpec
-from .attention import NAME, AttentionBackend, SdpaBackend, register
+from .attention import NAME, AttentionBackend, backends_for, register
 from .batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
 from .faults import as_runner_error
 from .forward import Forward, PackedForward, PaddedForward
 from .heads import HeadFn, activate, build_head
 from .linears import LinearReport, prepack
+from .loader import make_runner_factory as make_runner_factory
 from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
 from .pooler import DenseStack, Segments, finish, pool
 from .selfcheck import (
@@ -53,6 +54,7 @@ class RunnerSettings:
 
     max_batch_tokens: tokens a pack may hold; None: 512 on the CPU, 16384 on CUDA.
     prepack: replace linears by oneDNN ones on the CPU.
+    attention, batch_invariant: see `gpu.attention.backends_for`.
     """
 
     name: str
@@ -62,6 +64,8 @@ class RunnerSettings:
     allow_pickle: bool = False
     trust_remote_code: bool = False
     prepack: bool = True
+    attention: str = "auto"
+    batch_invariant: bool = False
 
 
 @dataclass(slots=True)
@@ -94,12 +98,11 @@ class ModelRunner:
         encoder: Encoder,
         *,
         on_phase: Callable[[str], None] = _silent,
-        backends: tuple[AttentionBackend, ...] | None = None,
     ) -> None:
         self.spec, self.settings, self.encoder = spec, settings, encoder
         self.device = pick_device(settings.device)
         self.dtype = pick_dtype(settings.dtype, self.device)
-        self._backends = backends or (SdpaBackend(),)
+        self._backends = self._attention()
         on_phase("loading weights")
         checked = self._load_checked(on_phase)
         self._forward, self._head = checked.forward, checked.head
@@ -180,12 +183,13 @@ class ModelRunner:
             self.spec.normalize if item.options.normalize is None else item.options.normalize
             for item in batch.items
         ]
-        outcomes: list[ItemOutcome] = [_NON_FINITE] * batch.n_items
+        outcomes: list[ItemOutcome | None] = [None] * batch.n_items
         for rows, part in finish(vectors, sizes, units):
             values = part.cpu().numpy()
             for row, value, good in zip(rows, values, np.isfinite(values).all(axis=1), strict=True):
                 outcomes[row] = ItemResult(dense=value) if good else _non_finite()
-        return outcomes
+        assert all(outcome is not None for outcome in outcomes)
+        return outcomes  # type: ignore[return-value]
 
     def _scores(self, batch: PackedBatch, logits: torch.Tensor) -> list[ItemOutcome]:
         """logits: [n_items, n_labels] float32; the activation that the folder names, applied once."""
@@ -207,6 +211,17 @@ class ModelRunner:
                 name = self.spec.score_activation
             outcomes.append(ItemResult(scores=by_activation[name][row]))
         return outcomes
+
+    def _attention(self) -> tuple[AttentionBackend, ...]:
+        try:
+            return backends_for(
+                self.device,
+                self.dtype,
+                self.settings.attention,
+                batch_invariant=self.settings.batch_invariant,
+            )
+        except ValueError as error:
+            raise ModelLoadError(f"model {self.settings.name}: {error}") from error
 
     def _load_checked(self, on_phase: Callable[[str], None]) -> _Checked:
         wants_prepack = (
@@ -351,9 +366,6 @@ class ModelRunner:
 
 def _non_finite() -> NonFinite:
     return NonFinite("the model gave NaN or infinity for this item")
-
-
-_NON_FINITE = _non_finite()
 
 
 def _segments(batch: PackedBatch) -> Segments:
