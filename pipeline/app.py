@@ -32,9 +32,11 @@ from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
+from pipeline.health import HealthServer, HealthViews, Readiness, ReadinessInputs, readiness
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
 from pipeline.loading import LoadedModels, load_models
 from pipeline.settings import RouteSettings, Settings
+from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports import Transport, open_transport, parse_url
 from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
 from schemas.requests import LANES, TASKS, Task
@@ -53,6 +55,7 @@ class App:
         metrics: where counters go; `NoMetrics` when absent.
         transports: open transports by route name, instead of opening the routes' URLs.
         runner_factories: runners by model name, instead of loading the settings' models.
+        serve_health: open the HTTP port of `settings.health` before anything else.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class App:
         clock: Clock | None = None,
         transports: Mapping[str, Transport] | None = None,
         runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
+        serve_health: bool = False,
     ) -> None:
         self.settings = settings
         self.metrics: Metrics = metrics or NoMetrics()
@@ -77,6 +81,8 @@ class App:
         self.table: InFlightTable | None = None
         self.coalescer: Coalescer | None = None
         self.supervisor: Supervisor | None = None
+        self.health = HealthServer(settings.health, self._health_views())
+        self._serve_health = serve_health
         self._transports = transports
         self._runner_factories = runner_factories
         self._ingresses: list[Ingress] = []
@@ -112,6 +118,9 @@ class App:
     async def _serve(
         self, stop: StopSignal, supervisor: Supervisor, resources: AsyncExitStack
     ) -> bool:
+        if self._serve_health:
+            await self.health.open()
+            resources.push_async_callback(_close_quietly, self.health.aclose, "health")
         start = self._start(supervisor, resources)
         if not await self._until(stop, supervisor, start, on_stop="return"):
             return supervisor.fatal is None
@@ -342,6 +351,23 @@ class App:
         return True
 
     # --- looking in ------------------------------------------------------------------------------
+
+    def readiness(self) -> Readiness:
+        """The verdict of `/ready`: phase, executor, sources, loop. No probe passes the queues."""
+        fatal = self.supervisor.fatal if self.supervisor is not None else None
+        inputs = ReadinessInputs(
+            phase=self.phase,
+            executors={} if self.executor is None else {"executor": self.executor.health()},
+            sources={route.name: route.source.status() for route in self.routes},
+            loop_lag_s=0.0 if self.housekeeping is None else self.housekeeping.loop_lag_s,
+            fatal=None if fatal is None else f"{type(fatal).__name__}: {fatal}",
+        )
+        return readiness(inputs, self.clock.monotonic(), self.settings.health)
+
+    def _health_views(self) -> HealthViews:
+        metrics = self.metrics
+        exposition = metrics.exposition if isinstance(metrics, PrometheusMetrics) else bytes
+        return HealthViews(self.readiness, self.statistics, exposition)
 
     def statistics(self) -> dict[str, Any]:
         """A snapshot for `/statistics`, the demo's summary and tests. Plain values."""

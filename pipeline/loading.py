@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from gpu.artifacts import ModelLoadError
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
+from gpu.loader import make_runner_factory
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.models import ModelFetchError, resolve_model
 from pipeline.settings import ModelSettings, Settings
@@ -103,28 +105,30 @@ async def load_models(
 async def _factory(
     name: str, model: ModelSettings, on_phase: Callable[[str], None]
 ) -> Callable[[], Runner]:
-    from gpu.model_runner import make_runner_factory
-
     on_phase(f"fetching model {name}")
     try:
         path = await asyncio.to_thread(resolve_model, model.path)
     except ModelFetchError as error:
         raise OperatorError(f"models.{name}.path: {error}") from error
-    return make_runner_factory(
-        name,
-        path,
-        max_batch_tokens=model.max_batch_tokens,
-        max_tokens=model.max_tokens,
-        dtype=model.dtype,
-        device=model.device,
-        attention=model.attention,
-        pooling=model.pooling,
-        matryoshka_dimensions=model.matryoshka_dimensions,
-        prompts=model.prompts,
-        empty_input=model.empty_input,
-        trust_remote_code=model.trust_remote_code,
-        allow_pickle=model.allow_pickle,
-    )
+    # "auto" means "as the model folder says": the loader calls that None.
+    given = {"max_tokens": model.max_tokens, "pooling": model.pooling}
+    try:
+        return make_runner_factory(
+            name,
+            path,
+            max_batch_tokens=model.max_batch_tokens,
+            dtype=model.dtype,
+            device=model.device,
+            matryoshka_dimensions=model.matryoshka_dimensions or None,
+            prompts=model.prompts or None,
+            empty_input=model.empty_input,
+            trust_remote_code=model.trust_remote_code,
+            allow_pickle=model.allow_pickle,
+            offline=False,
+            **{key: value for key, value in given.items() if value != "auto"},
+        )
+    except ModelLoadError as error:
+        raise OperatorError(str(error), exit_status=ExitStatus.USAGE) from error
 
 
 async def _load(executor: ModelExecutor, name: str) -> Runner:
@@ -132,7 +136,7 @@ async def _load(executor: ModelExecutor, name: str) -> Runner:
         return await asyncio.wrap_future(executor.load(name))
     except asyncio.CancelledError:
         raise
-    except Exception as error:  # noqa: BLE001  boundary: whatever a model folder may cause
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise OperatorError(
             f"models.{name} does not load: {type(error).__name__}: {reason[:400]}"

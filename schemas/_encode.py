@@ -186,6 +186,8 @@ def item_to_wire(
     try:
         if item.embedding is not None:
             wire["embedding"] = _vector(item.embedding, reply, content_type, encoding)
+        if item.scale is not None:
+            wire["scale"] = _finite(item.scale)
         if item.sparse is not None:
             wire["sparse"] = _sparse(item.sparse)
         if item.multivector is not None:

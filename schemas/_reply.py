@@ -22,6 +22,7 @@ from .vectors import from_wire
 class _Item(msgspec.Struct):
     index: int
     embedding: Any = None
+    scale: float | None = None
     sparse: Sparse | None = None
     multivector: list[Any] | None = None
     scores: dict[str, float] | None = None
@@ -116,6 +117,7 @@ def _item(item: _Item, dtype: DType, path: str) -> ItemReply:
         return ItemReply(
             index=item.index,
             embedding=None if item.embedding is None else from_wire(item.embedding, dtype),
+            scale=item.scale,
             sparse=item.sparse,
             multivector=None
             if item.multivector is None
