@@ -7,6 +7,10 @@ prefix sums go in as host tensors, or `plan` would copy them back from the devic
 pinned scratch memory is not written again before its last upload has finished; wrappers belong to one
 thread, because their workspace must see one stream at a time.
 
+Multi-item layers go through the paged wrapper with pages of one token. The ragged wrapper's `plan` takes
+the same four arguments and its `run` then ignores them (FlashInfer 0.7.4 as read; pull request 3434 there
+would mend it), so that items would see each other without an error.
+
 Batch invariance: with `batch_invariant` the split over keys is off (or of a fixed size, when
 `fixed_split_size` is given). FlashInfer's FA2 kernels still take their query tile from the average
 length of the pack (16, 64 or 128 rows), so packs of very short items may differ in the last bit from
@@ -44,9 +48,14 @@ def _missing() -> str | None:
     return None
 
 
-def _make_wrapper(workspace: torch.Tensor) -> Any:
-    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+def _make_wrapper(workspace: torch.Tensor, paged: bool) -> Any:
+    from flashinfer import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+    )
 
+    if paged:
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     return BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
 
 
@@ -81,7 +90,8 @@ class FlashInferBackend:
         batch_invariant: no split over keys, so that an item's sums do not depend on its neighbours.
         fixed_split_size: with `batch_invariant`, split at fixed places instead of not at all (tokens).
         workspace_bytes: scratch memory per thread and device.
-        make_wrapper: workspace -> wrapper; None is FlashInfer's own (tests put a recording double here).
+        make_wrapper: (workspace, paged) -> wrapper; None is FlashInfer's own (tests put a recording
+            double here).
     """
 
     name = "flashinfer"
@@ -92,7 +102,7 @@ class FlashInferBackend:
         batch_invariant: bool = False,
         fixed_split_size: int | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
-        make_wrapper: Callable[[torch.Tensor], Any] | None = None,
+        make_wrapper: Callable[[torch.Tensor, bool], Any] | None = None,
     ) -> None:
         if fixed_split_size is not None and not batch_invariant:
             raise ValueError("fixed_split_size has a meaning only with batch_invariant")
@@ -146,7 +156,12 @@ class FlashInferBackend:
             # A nested context planned the same kind in between.
             _upload(plan.slot, plan.arguments, plan.device)
             plan.generation = plan.slot.generation
-        out: torch.Tensor = plan.slot.wrapper.run(q.contiguous(), k.contiguous(), v.contiguous())
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out: torch.Tensor
+        if kind.multi_item:  # pages of one token: [total_tokens, 1, n_kv_heads, head_dim]
+            out = plan.slot.wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)))
+        else:
+            out = plan.slot.wrapper.run(q, k, v)
         return out
 
     def _arguments(self, layout: PackLayout, kind: LayerKind, dtype: torch.dtype) -> dict[str, Any]:
@@ -157,7 +172,6 @@ class FlashInferBackend:
             indptr[row + 1] = layout.cu_seqlens[index + 1]
         arguments: dict[str, Any] = {
             "qo_indptr": indptr,
-            "kv_indptr": indptr,
             "num_qo_heads": kind.n_heads,
             "num_kv_heads": kind.n_kv_heads,
             "head_dim_qk": kind.head_dim,
@@ -174,6 +188,12 @@ class FlashInferBackend:
             arguments["disable_split_kv"] = True
         if kind.multi_item:
             arguments |= _multi_item_arguments(layout, kept)
+            arguments["paged_kv_indptr"] = indptr
+            arguments["paged_kv_indices"] = torch.arange(layout.total_tokens, dtype=torch.int32)
+            arguments["paged_kv_last_page_len"] = torch.ones(len(kept), dtype=torch.int32)
+            arguments["page_size"] = 1
+        else:
+            arguments["kv_indptr"] = indptr
         return arguments
 
     def _slot(self, kind: LayerKind, dtype: torch.dtype, device: torch.device) -> _Slot:
@@ -182,7 +202,7 @@ class FlashInferBackend:
         if key not in slots:
             while len(slots) >= MAX_WRAPPERS:
                 slots.popitem(last=False)
-            slots[key] = _Slot(self._make_wrapper(self._workspace(device)))
+            slots[key] = _Slot(self._make_wrapper(self._workspace(device), kind.multi_item))
         slots.move_to_end(key)
         return slots[key]
 

@@ -103,8 +103,8 @@ class SdpaBackend:
             n = 1 if single else count
             for first in range(start, start + count * length, n * length):
                 part_bias = None if bias is None else bias_slice(bias, total, first, length)
-                items = (_items(t, first, n, length) for t in (q, k, v))
-                parts.append(_attend(*items, calls, kind, part_bias))
+                items_q, items_k, items_v = (_items(t, first, n, length) for t in (q, k, v))
+                parts.append(_attend(items_q, items_k, items_v, calls, kind, part_bias))
         if not parts:
             return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
