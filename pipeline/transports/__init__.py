@@ -7,6 +7,7 @@ when it is opened. All of them pass the one suite in `tests/conformance/`.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.ports import Clock, Metrics, Sink, Source
@@ -51,14 +52,35 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
     problems = options.check()
     if problems:
         raise ValueError("; ".join(problems))
-    transport: Transport
     match options:
+        case KafkaOptions():
+            from .kafka import KafkaSource
+            from .kafka_sink import KafkaSink
+
+            kafka_source = KafkaSource(options, clock=clock, metrics=metrics)
+            kafka_sink = KafkaSink(options, metrics=metrics)
+            await _open_both(
+                kafka_source, kafka_source.open, lambda: kafka_sink.open(kafka_source.facts)
+            )
+            return Transport(kafka_source, kafka_sink)
         case InprocOptions():
             from .inproc import InprocSink, InprocSource, broker_for
 
             broker = broker_for(options)
-            transport = Transport(
-                InprocSource(broker, clock=clock, metrics=metrics), InprocSink(broker)
-            )
-            await transport.source.open()
-    return transport
+            inproc_source = InprocSource(broker, clock=clock, metrics=metrics)
+            await inproc_source.open()
+            return Transport(inproc_source, InprocSink(broker))
+    raise TypeError(f"no transport for {type(options).__name__}")
+
+
+async def _open_both(
+    source: Source,
+    open_source: Callable[[], Awaitable[None]],
+    open_sink: Callable[[], Awaitable[None]],
+) -> None:
+    try:
+        await open_source()
+        await open_sink()
+    except BaseException:
+        await source.aclose()
+        raise

@@ -121,6 +121,9 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     reply_topic: str = names.REPLY_TOPIC
     dead_letter_topic: str = names.DEAD_LETTERS
     reply_prefixes: tuple[str, ...] = names.REPLY_PREFIXES
+    """A request may name only a `reply_to` that starts with one of these."""
+    refuse_destinations: tuple[str, ...] = ()
+    """Names that no `reply_to` may have though a prefix allows them: the sources of other routes."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
     sasl_username: str | None = None
@@ -277,6 +280,9 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True):
     release_backoff_max_ms: int = 10_000
     dead_letter_stream: str = names.DEAD_LETTERS
     reply_prefixes: tuple[str, ...] = names.REPLY_PREFIXES
+    """A request may name only a `reply_to` that starts with one of these."""
+    refuse_destinations: tuple[str, ...] = ()
+    """Names that no `reply_to` may have though a prefix allows them: the sources of other routes."""
 
     @property
     def address(self) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from .options import FileOptions, InprocOptions, KafkaOptions, RedisOptions, TransportOptions
 
-_TUPLES = {"topics", "reply_prefixes"}
+_TUPLES = {"topics", "reply_prefixes", "refuse_destinations"}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 

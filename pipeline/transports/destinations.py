@@ -1,0 +1,29 @@
+"""Which `reply_to` a request may name: one rule for Kafka and Redis.
+
+Who calls it: the sinks' `check_destination`. Pure.
+What must stay true: a reply can never be written to a source or to the dead letters (it would become
+a request, or hide a failure), nor to any key or topic outside the allow-list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .options import name_error
+
+
+def forbidden(
+    name: str, *, prefixes: Iterable[str], sources: Iterable[str], dead_letters: str
+) -> str | None:
+    """Why no request may have its reply written to `name`; None when it may."""
+    error = name_error(name, "reply_to")
+    if error is not None:
+        return error
+    if name in sources:
+        return "reply_to names a place where requests are read: a reply would become a request"
+    if name == dead_letters:
+        return "reply_to names the dead letters"
+    allowed = tuple(prefixes)
+    if not name.startswith(allowed):
+        return f"reply_to must start with one of: {', '.join(allowed)}"
+    return None

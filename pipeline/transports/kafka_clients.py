@@ -1,0 +1,260 @@
+"""Reaching a Kafka cluster: client settings, topics, limits, and errors an operator can act on.
+
+Who calls it: `kafka.KafkaSource`, `kafka_sink.KafkaSink`, `open_transport`.
+What must stay true: every failure to reach the cluster becomes a `ConnectionError` of one line that
+names the address and the remedy; nothing that was opened here stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.conn import create_conn
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.protocol.transaction import InitProducerIdRequest
+
+from .options import KafkaOptions
+
+log = structlog.get_logger(__name__)
+
+_REACH_S = 3.0  # per advertised address, and per question at open
+_PID_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What was found at open.
+
+    idempotent         the cluster hands out producer ids
+    max_message_bytes  smallest known `max.message.bytes` of reply and dead-letter topic
+    notices            one line each, for the log and `embedstream check`
+    """
+
+    idempotent: bool
+    max_message_bytes: int | None
+    notices: tuple[str, ...]
+
+
+def client_settings(options: KafkaOptions) -> dict[str, Any]:
+    """Keyword arguments that aiokafka's consumer, producer and admin client share."""
+    settings: dict[str, Any] = {
+        "bootstrap_servers": options.bootstrap.split(","),
+        "client_id": options.client_id,
+        "metadata_max_age_ms": options.metadata_max_age_ms,
+        "request_timeout_ms": options.request_timeout_ms,
+        "security_protocol": options.security_protocol,
+    }
+    if "SASL" in options.security_protocol:
+        settings["sasl_mechanism"] = options.sasl_mechanism
+        settings["sasl_plain_username"] = options.sasl_username
+        settings["sasl_plain_password"] = options.sasl_password
+    if "SSL" in options.security_protocol:
+        settings["ssl_context"] = _ssl_context(options)
+    return settings
+
+
+def _ssl_context(options: KafkaOptions) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=options.ssl_cafile)
+        if options.ssl_certfile is not None:
+            context.load_cert_chain(
+                options.ssl_certfile, options.ssl_keyfile, password=options.ssl_password
+            )
+    except (OSError, ssl.SSLError) as error:
+        raise ConnectionError(
+            f"Kafka TLS files cannot be read ({error}): check ssl_cafile, ssl_certfile and ssl_keyfile"
+        ) from None
+    context.check_hostname = options.ssl_check_hostname
+    return context
+
+
+async def survey(options: KafkaOptions) -> ClusterFacts:
+    """Connect once, create missing topics, read limits, and probe for idempotence.
+
+    Raises `ConnectionError` when the cluster cannot be used as configured.
+    """
+    notices: list[str] = []
+    try:
+        async with asyncio.timeout(options.open_timeout_s), _admin(options) as admin:
+            await _check_advertised(options, admin, notices)
+            await _ensure_topics(options, admin, notices)
+            limit = await _message_limit(options, admin)
+            idempotent = await _supports_idempotence(options, admin, notices)
+    except TimeoutError:
+        raise ConnectionError(
+            f"Kafka at {options.bootstrap} gave no complete answer within open_timeout_s "
+            f"({options.open_timeout_s:g} s): check that the broker is up, or raise open_timeout_s"
+        ) from None
+    except KafkaError as error:
+        raise ConnectionError(
+            f"Kafka at {options.bootstrap} refused: {type(error).__name__} {error}".rstrip()
+        ) from None
+    for notice in notices:
+        log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
+    return ClusterFacts(idempotent, limit, tuple(notices))
+
+
+@contextlib.asynccontextmanager
+async def _admin(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
+    admin = AIOKafkaAdminClient(**client_settings(options))
+    try:
+        try:
+            await admin.start()
+        except KafkaError as error:
+            raise ConnectionError(await _why_unreachable(options, error)) from None
+        yield admin
+    finally:
+        with contextlib.suppress(TimeoutError, KafkaError):
+            async with asyncio.timeout(options.close_timeout_s):
+                await admin.close()
+
+
+async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
+    """The cause that aiokafka only logs: connect to each bootstrap address once more, by hand."""
+    causes = []
+    settings = client_settings(options)
+    for address in options.bootstrap.split(","):
+        host, _, port = address.rpartition(":")
+        try:
+            connection = await create_conn(
+                host.strip("[]"),
+                int(port),
+                client_id=options.client_id,
+                request_timeout_ms=int(_REACH_S * 1000),
+                security_protocol=options.security_protocol,
+                ssl_context=settings.get("ssl_context"),
+                sasl_mechanism=settings.get("sasl_mechanism", "PLAIN"),
+                sasl_plain_username=settings.get("sasl_plain_username"),
+                sasl_plain_password=settings.get("sasl_plain_password"),
+            )
+        except (KafkaError, OSError, TimeoutError) as cause:
+            causes.append(f"{address}: {type(cause).__name__} {cause}".rstrip())
+        else:
+            connection.close()
+    detail = "; ".join(causes) or str(error)
+    remedy = "check that the broker runs and that the address is right"
+    if options.security_protocol != "PLAINTEXT":
+        remedy = "check security_protocol, user, password and certificates"
+    return f"Kafka at {options.bootstrap} cannot be used ({detail}): {remedy}"
+
+
+async def _check_advertised(
+    options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
+) -> None:
+    """Clients talk to the addresses that brokers advertise, not to the bootstrap address."""
+    brokers = (await admin.describe_cluster())["brokers"]
+    unreachable: list[str] = []
+    for broker in brokers:
+        host, port = broker["host"], broker["port"]
+        try:
+            async with asyncio.timeout(_REACH_S):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+        except (OSError, TimeoutError) as error:
+            unreachable.append(f"{host}:{port} ({type(error).__name__})")
+    if not unreachable:
+        return
+    text = (
+        f"Kafka at {options.bootstrap} answers, but the address it advertises, "
+        f"{', '.join(unreachable)}, cannot be reached from here: set advertised.listeners of the "
+        "broker to an address that this machine reaches (inside a container it is not localhost)"
+    )
+    if len(unreachable) == len(brokers):
+        raise ConnectionError(text)
+    notices.append(text)
+
+
+async def _ensure_topics(
+    options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
+) -> None:
+    needed = [*options.topics, options.reply_topic, options.dead_letter_topic]
+    existing = set(await admin.list_topics())
+    missing = [topic for topic in dict.fromkeys(needed) if topic not in existing]
+    if not missing:
+        return
+    if not options.auto_create:
+        for topic in missing:
+            role = "request" if topic in options.topics else "reply"
+            role = "dead-letter" if topic == options.dead_letter_topic else role
+            notices.append(
+                f"{role} topic {topic} does not exist: create it, or set auto_create=true "
+                "(it is used as soon as it exists)"
+            )
+        return
+    answer = await admin.create_topics(
+        [
+            NewTopic(
+                name=topic,
+                num_partitions=options.partitions,
+                replication_factor=options.replication_factor,
+            )
+            for topic in missing
+        ]
+    )
+    for topic, code, *rest in answer.topic_errors:
+        error = for_code(code)
+        if code and error is not TopicAlreadyExistsError:
+            reason = (rest[0] if rest else None) or error.__name__
+            notices.append(f"topic {topic} does not exist and could not be created: {reason}")
+
+
+async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:
+    """The smallest `max.message.bytes` of the topics we write; None where brokers do not tell."""
+    resources = [
+        ConfigResource(ConfigResourceType.TOPIC, topic, configs={"max.message.bytes": None})
+        for topic in (options.reply_topic, options.dead_letter_topic)
+    ]
+    try:
+        async with asyncio.timeout(_REACH_S):
+            answers = await admin.describe_configs(resources)
+    except (KafkaError, TimeoutError):
+        return None
+    limits = [
+        int(entry[1])
+        for answer in answers
+        for code, _, _, _, entries in answer.resources
+        for entry in entries
+        if code == 0 and entry[0] == "max.message.bytes" and entry[1]
+    ]
+    return min(limits, default=None)
+
+
+async def _supports_idempotence(
+    options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
+) -> bool:
+    if options.idempotent is False:
+        return False
+    reason = "no answer"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REACH_S):
+            while True:  # a broker that has just started loads its coordinator first
+                try:
+                    answer = await admin._send_request(InitProducerIdRequest(None, 60_000))
+                except KafkaError as error:
+                    reason = type(error).__name__
+                    break
+                error_type = for_code(answer.error_code)
+                reason = "" if answer.error_code == 0 else error_type.__name__
+                if not reason or not error_type.retriable:
+                    break
+                await asyncio.sleep(_PID_RETRY_S)
+    if not reason:
+        return True
+    if options.idempotent is True:
+        raise ConnectionError(
+            f"Kafka at {options.bootstrap} hands out no producer ids ({reason}): "
+            "set idempotent=auto or idempotent=false"
+        )
+    notices.append(
+        f"the broker hands out no producer ids ({reason}): replies are sent without idempotence, "
+        "a retry inside the client may write one twice"
+    )
+    return False

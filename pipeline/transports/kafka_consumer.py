@@ -1,0 +1,117 @@
+"""The aiokafka consumer object: made, asked, and stopped in bounded time.
+
+Who calls it: `kafka.KafkaSource` alone.
+What must stay true: auto-commit is off; stopping returns within its bound even when the broker is
+gone or a rebalance is pending (aiokafka's own `stop` does not).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+
+from .kafka_clients import client_settings
+from .options import KafkaOptions
+
+log = structlog.get_logger(__name__)
+
+_REJOIN_SLACK_MS = 2_000
+_ASK_TIMEOUT_S = 3.0
+_STUCK_POLL_S = 1.0
+_CUT_TIMEOUT_S = 1.0
+
+
+async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaConsumer:
+    """A connected consumer without a subscription. Raises `KafkaError` or `TimeoutError`."""
+    consumer = AIOKafkaConsumer(
+        **client_settings(options),
+        group_id=options.group,
+        enable_auto_commit=False,
+        auto_offset_reset=options.auto_offset_reset,
+        session_timeout_ms=options.session_timeout_ms,
+        heartbeat_interval_ms=options.heartbeat_interval_ms,
+        max_poll_interval_ms=options.max_poll_interval_ms,
+        # Members may take the whole drain before they rejoin.
+        rebalance_timeout_ms=max(
+            options.session_timeout_ms, int(options.drain_budget_s * 1000) + _REJOIN_SLACK_MS
+        ),
+        fetch_max_wait_ms=options.fetch_max_wait_ms,
+        fetch_max_bytes=max(options.fetch_max_bytes, fetch_bytes),
+        max_partition_fetch_bytes=fetch_bytes,
+    )
+    try:
+        async with asyncio.timeout(options.open_timeout_s):
+            await consumer.start()
+    except BaseException:
+        await stop_consumer(consumer, options.close_timeout_s)
+        raise
+    return consumer
+
+
+async def poll(
+    consumer: AIOKafkaConsumer,
+    *partitions: TopicPartition,
+    timeout_ms: int,
+    max_records: int | None = None,
+) -> dict[TopicPartition, list[ConsumerRecord]]:
+    """`getmany`, but back after `_STUCK_POLL_S` when a rebalance keeps it waiting. Loses nothing."""
+    subscription = consumer._subscription
+    try:
+        async with asyncio.timeout(timeout_ms / 1000 + _STUCK_POLL_S):
+            return dict(
+                await consumer.getmany(*partitions, timeout_ms=timeout_ms, max_records=max_records)
+            )
+    except TimeoutError:
+        return {}
+    finally:
+        # A cancelled getmany counts as polling for ever, which would hide a poll loop that stopped.
+        if subscription._fetch_count > 0:
+            subscription._fetch_count = 0
+            subscription._last_fetch_ended = time.monotonic()
+
+
+async def broker_answers(consumer: AIOKafkaConsumer) -> bool:
+    """True when a metadata request was answered. aiokafka hides lost connections otherwise."""
+    try:
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            return bool(await asyncio.shield(consumer._client.force_metadata_update()))
+    except (KafkaError, TimeoutError):
+        return False
+
+
+async def records_wait(consumer: AIOKafkaConsumer, partitions: Sequence[TopicPartition]) -> bool:
+    """True when a partition holds records beyond our position, or when nobody can tell."""
+    try:
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            ends = await consumer.end_offsets(partitions)
+            for partition in partitions:
+                if await consumer.position(partition) < ends[partition]:
+                    return True
+    except (KafkaError, TimeoutError):
+        return True
+    return False
+
+
+async def stop_consumer(consumer: AIOKafkaConsumer, bound_s: float) -> None:
+    """Leave the group and disconnect; after `bound_s` cut tasks and connections instead."""
+    with contextlib.suppress(TimeoutError, KafkaError):
+        async with asyncio.timeout(bound_s):
+            await consumer.stop()
+            return
+    log.warning("kafka_consumer_cut", after_s=bound_s)
+    if consumer._coordinator is not None:
+        for name in ("_coordination_task", "_heartbeat_task", "_commit_refresh_task"):
+            task = getattr(consumer._coordinator, name, None)
+            if task is not None:
+                task.cancel()
+    for part in (consumer._fetcher, consumer._client):
+        if part is not None:
+            with contextlib.suppress(TimeoutError, KafkaError):
+                async with asyncio.timeout(_CUT_TIMEOUT_S):
+                    await part.close()
