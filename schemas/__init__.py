@@ -19,6 +19,7 @@ from .codec import (
 from .errors import ContentType, EmbedstreamError, UndecodableRecord
 from .requests import (
     AnyRequest,
+    CancelRequest,
     ClassifyRequest,
     Document,
     EmbedRequest,
@@ -43,6 +44,7 @@ from .results import (
 
 __all__ = [
     "AnyRequest",
+    "CancelRequest",
     "ClassifyRequest",
     "ContentType",
     "Document",

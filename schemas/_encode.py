@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ._decode import repair
+from ._record import repair
 from .errors import ContentType, InvalidRequest, NonFinite
 from .headers import JSON
 from .requests import (
@@ -36,12 +36,19 @@ _JSON: Final = msgspec.json.Encoder()
 
 
 def dump(value: Any, content_type: ContentType) -> bytes:
-    """Plain values as one record body. Callers have checked numbers and types."""
+    """Plain values as one record body. Callers have checked that floats are finite.
+
+    Raises:
+        InvalidRequest: an integer beyond 64 bits, or a type that is not plain.
+    """
     encoder = _JSON if content_type == JSON else _MSGPACK
     try:
-        return encoder.encode(value)
-    except UnicodeEncodeError:
-        return encoder.encode(_repaired(value))
+        try:
+            return encoder.encode(value)
+        except UnicodeEncodeError:
+            return encoder.encode(_repaired(value))
+    except (OverflowError, TypeError):
+        raise InvalidRequest("a value is of a type or size that no record can carry") from None
 
 
 def _repaired(value: Any) -> Any:

@@ -41,6 +41,7 @@ def split_reply(
     """
     chosen = checked_encoding(content_type, encoding)
     n = len(reply.items)
+    unsplit = msgspec.structs.replace(reply, part=None, parts=None)
     widest = msgspec.structs.replace(
         reply,
         items=[],
@@ -50,22 +51,28 @@ def split_reply(
         if reply.timings is None
         else Timings(queue_ms=_WIDEST_MS, forward_ms=_WIDEST_MS, total_ms=_WIDEST_MS),
     )
-    envelope = encode_reply(widest, content_type=content_type, encoding=chosen)
-    room = max_body_bytes - len(envelope) - _LIST_HEADER_BYTES
+    envelope_bytes = len(encode_reply(widest, content_type=content_type, encoding=chosen))
+    body = encode_reply(unsplit, content_type=content_type, encoding=chosen)
+    own = encode_reply(
+        msgspec.structs.replace(unsplit, items=[]), content_type=content_type, encoding=chosen
+    )
+    if len(body) - len(own) + envelope_bytes <= max_body_bytes:
+        return [body]
+    room = max_body_bytes - envelope_bytes - _LIST_HEADER_BYTES
+    if room < 0:
+        raise RecordTooLarge(
+            "the reply does not fit one record even without results; send less metadata",
+            limit=max_body_bytes,
+            given=envelope_bytes,
+        )
     items, sizes = [], []
     for item in reply.items:
         fitted, n_bytes = _fit(item, reply, room, max_body_bytes, content_type, chosen)
         items.append(fitted)
         sizes.append(n_bytes)
-    if room < 0:
-        raise RecordTooLarge(
-            "the reply does not fit one record even without results; send less metadata",
-            limit=max_body_bytes,
-            given=len(envelope),
-        )
     groups = _groups(items, sizes, room)
     if len(groups) == 1:
-        whole = msgspec.structs.replace(reply, items=items, part=None, parts=None)
+        whole = msgspec.structs.replace(unsplit, items=items)
         return [encode_reply(whole, content_type=content_type, encoding=chosen)]
     return [
         encode_reply(
@@ -137,6 +144,8 @@ def join_parts(replies: Sequence[Reply]) -> Reply:
     if sorted(by_part) != list(range(expected)):
         raise InvalidRequest("parts are missing", path="$.part", limit=expected, given=len(by_part))
     items = [item for part in range(expected) for item in by_part[part].items]
+    if len({item.index for item in items}) != len(items):
+        raise InvalidRequest("two results have the same index", path="$.index")
     if len(items) != first.n:
         raise InvalidRequest(
             "the parts do not hold as many results as announced",

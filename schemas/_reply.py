@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ._decode import sniff
+from ._record import sniff
 from .errors import ContentType, EmbedstreamError, InvalidRequest, TooDeep, UndecodableRecord
 from .headers import JSON
 from .requests import DType, Task

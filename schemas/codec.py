@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from ._decode import Record, open_record, sniff
 from ._encode import dump, encode_reply, metadata_to_wire, request_to_wire
 from ._parts import join_parts, split_reply
+from ._read_json import JsonRecord
+from ._read_msgpack import MsgpackRecord
+from ._record import Record, sniff, why_undecodable
 from ._reply import read_reply
 from .errors import (
+    ContentType,
     EmbedstreamError,
     InvalidRequest,
     RecordTooLarge,
@@ -26,6 +29,7 @@ from .headers import (
     CONTENT_TYPE,
     DEADLINE_MS,
     JSON,
+    MSGPACK,
     REPLY_TO,
     REQUEST_ID,
     TRACEPARENT,
@@ -36,6 +40,7 @@ from .headers import (
 from .requests import AnyRequest, CancelRequest, Limits, ScoreRequest
 from .results import FailureReply, Reply
 from .validation import (
+    CANCEL,
     build_request,
     default_encoding,
     request_id,
@@ -87,11 +92,22 @@ def decode_request(
                 given=len(body),
             )
         found = parse_headers(headers)
-        record = open_record(bytes(body), found.content_type, limits)
+        record = _open(bytes(body), found.content_type, limits)
         return build_request(record, found, default_id=default_id, limits=limits)
     except EmbedstreamError as error:
         _attach(error, record, body, headers, default_id, limits)
         raise
+
+
+def _open(body: bytes, declared: ContentType | None, limits: Limits) -> Record:
+    actual = sniff(body)
+    if actual is None:
+        raise UndecodableRecord(why_undecodable(body))
+    if declared is not None and declared != actual:
+        raise UndecodableRecord(
+            f"the content-type header says {declared}, but the record begins like {actual}"
+        )
+    return JsonRecord(body, limits) if actual == JSON else MsgpackRecord(body, limits)
 
 
 def _attach(
@@ -125,16 +141,25 @@ def _attach(
 
 
 def encode_request(
-    request: AnyRequest, *, limits: Limits = _DEFAULT_LIMITS
+    request: AnyRequest | CancelRequest, *, limits: Limits = _DEFAULT_LIMITS
 ) -> tuple[bytes, dict[str, bytes]]:
     """The record of a request, in `request.content_type`, and its headers.
 
     The body says everything; the headers repeat what lets a service answer a record that it cannot
     read. Fields at their default are left out.
 
+    A cancel record is always msgpack. Whether the values obey the contract is for the service to
+    say; here only what cannot be written is refused.
+
     Raises:
-        EmbedstreamError: the request could not be decoded again: it breaks the contract.
+        InvalidRequest, TooDeep: metadata that no record can carry, bytes in JSON, a score request
+            that asks for an order.
     """
+    if isinstance(request, CancelRequest):
+        return dump({"id": request.id, "task": CANCEL}, MSGPACK), {
+            CONTENT_TYPE: MSGPACK.encode("ascii"),
+            REQUEST_ID: request.id.encode("utf-8", "replace"),
+        }
     if isinstance(request, ScoreRequest) and (request.sort or request.top_n is not None):
         raise InvalidRequest("score gives every score in input order: no sort, no top_n")
     if request.content_type == JSON and request.encoding == "bytes":

@@ -10,49 +10,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ._decode import (
-    BYTES_PER_TOKEN_ID,
+from ._items import read_documents, read_input, refuse
+from ._record import (
     Record,
+    raise_too_deep,
     raise_too_large,
-    raise_too_many,
     repair,
     safe_name,
     unique_pairs,
+    utf8_bytes,
 )
-from .errors import (
-    ContentType,
-    EmptyInput,
-    InvalidDimensions,
-    InvalidRequest,
-    TooDeep,
-    Unsupported,
-)
+from .errors import ContentType, InvalidDimensions, InvalidRequest, Unsupported
 from .headers import JSON, MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES, RecordHeaders
 from .requests import (
     TASKS,
     AnyRequest,
     CancelRequest,
     ClassifyRequest,
-    Document,
     EmbedRequest,
     Encoding,
     Image,
-    Item,
     Limits,
     RerankRequest,
     ScoreRequest,
-    Text,
-    TokenIds,
 )
-from .vectors import from_base64
 
 _Check: TypeAlias = Callable[[Any, str, Limits], Any]
 
 SCHEMA_VERSION: Final = 1
 CANCEL: Final = "cancel"
-MAX_TOKEN_ID: Final = 2**31 - 1
 
 _COMMON: Final = frozenset({
     "id", "task", "model", "encoding", "encoding_format", "truncate", "priority", "deadline_ms",
@@ -86,9 +74,12 @@ def build_request(
     """
     if record.repeated:
         raise InvalidRequest("a field name is repeated inside one map", path="$")
-    if "task" in record.names and record.value("task") == CANCEL:
+    if "schema_version" in record.names:
+        record.newer = _schema_version(record) > SCHEMA_VERSION
+    task = _task(record)
+    if task == CANCEL:
         return _cancel_request(record, headers, default_id, limits)
-    known, task = _known_fields(record)
+    known = _known_fields(record, task)
     values: dict[str, Any] = {}
     for name in known:
         check = _CHECKS.get(name)
@@ -116,7 +107,7 @@ def _cancel_request(
     record: Record, headers: RecordHeaders, default_id: str, limits: Limits
 ) -> CancelRequest:
     for name in record.names:
-        if name not in ("task", "id", "schema_version"):
+        if name not in ("task", "id", "schema_version") and not record.newer:
             raise InvalidRequest(
                 "a cancel record holds only task, id and schema_version",
                 path=f"$.{safe_name(name)}",
@@ -124,16 +115,12 @@ def _cancel_request(
     return CancelRequest(id=request_id(record, headers, default_id, limits))
 
 
-def _known_fields(record: Record) -> tuple[list[str], str]:
-    """The fields to read, and the task. Unknown ones pass only when the sender is newer."""
+def _known_fields(record: Record, task: str) -> list[str]:
+    """The fields to read. Unknown ones pass only when the sender is newer."""
     names = list(record.names)
-    task = _task(record, names)
     allowed = FIELDS_OF_TASK[task]
     if allowed.issuperset(names):
-        if "schema_version" in names:
-            _schema_version(record)
-        return names, task
-    newer = "schema_version" in names and _schema_version(record) > SCHEMA_VERSION
+        return names
     known = []
     for name in names:
         if name in allowed:
@@ -143,9 +130,9 @@ def _known_fields(record: Record) -> tuple[list[str], str]:
                 raise InvalidRequest(
                     f"the field {name} does not apply to the task {task}", path=f"$.{name}"
                 )
-        elif not newer:
+        elif not record.newer:
             raise InvalidRequest("unknown field", path=f"$.{safe_name(name)}")
-    return known, task
+    return known
 
 
 def _schema_version(record: Record) -> int:
@@ -159,13 +146,13 @@ def _schema_version(record: Record) -> int:
     return version
 
 
-def _task(record: Record, names: list[str]) -> str:
+def _task(record: Record) -> str:
+    names = record.names
     task = record.value("task") if "task" in names else None
     if task is None:
         return "rerank" if "query" in names and "documents" in names else "embed"
-    if not isinstance(task, str) or task not in TASKS:
-        known = ", ".join((*TASKS, CANCEL))
-        raise InvalidRequest(f"task must be one of {known}", path="$.task")
+    if not isinstance(task, str) or (task not in TASKS and task != CANCEL):
+        refuse("one of " + ", ".join((*TASKS, CANCEL)), "$.task")
     return task
 
 
@@ -205,11 +192,6 @@ def request_metadata(record: Record, limits: Limits) -> dict[str, Any] | None:
     return clean_metadata(value, limits)
 
 
-def utf8_bytes(text: str) -> int:
-    """Length of the UTF-8 form, without building it for plain ASCII."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
 # --------------------------------------------------------------------------------------- metadata
 
 
@@ -222,11 +204,14 @@ def clean_metadata(metadata: dict[str, Any], limits: Limits) -> dict[str, Any]:
         InvalidRequest: another type, a non-finite float, an integer beyond 64 bits.
         TooDeep: more than `limits.max_depth` levels.
     """
-    cleaned: dict[str, Any] = _clean(metadata, 2, limits.max_depth)
+    try:
+        cleaned: dict[str, Any] = _clean(metadata, 2, limits)
+    except RecursionError:  # max_depth itself is set beyond the interpreter's stack
+        raise_too_deep(limits, "$.metadata")
     return cleaned
 
 
-def _clean(value: Any, level: int, max_depth: int) -> Any:
+def _clean(value: Any, level: int, limits: Limits) -> Any:
     kind = type(value)
     if kind is str:
         return value if value.isascii() else repair(value)
@@ -242,41 +227,40 @@ def _clean(value: Any, level: int, max_depth: int) -> Any:
         return value
     if kind is not dict and kind is not list:
         raise InvalidRequest("metadata holds a value of another type", path="$.metadata")
-    if level > max_depth:
-        raise TooDeep(
-            f"metadata nests deeper than {max_depth} levels", path="$.metadata", limit=max_depth
-        )
+    if level > limits.max_depth:
+        raise_too_deep(limits, "$.metadata")
     if kind is list:
-        return [_clean(entry, level + 1, max_depth) for entry in value]
+        return [_clean(entry, level + 1, limits) for entry in value]
     if not all(type(name) is str for name in value):
         raise InvalidRequest("a name in metadata is not a string", path="$.metadata")
     return unique_pairs([
-        (repair(name), _clean(entry, level + 1, max_depth)) for name, entry in value.items()
+        (repair(name), _clean(entry, level + 1, limits)) for name, entry in value.items()
     ])  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- scalars
 
 
-def _refuse(expected: str, path: str) -> NoReturn:
-    raise InvalidRequest(f"expected {expected}", path=path)
+def _as_is(value: Any, path: str, limits: Limits) -> Any:
+    """Items are read once the task is known to need them."""
+    return value
 
 
 def _bool(value: Any, path: str, limits: Limits) -> bool:
     if value is not True and value is not False:
-        _refuse("true or false", path)
+        refuse("true or false", path)
     return bool(value)
 
 
 def _name(value: Any, path: str, limits: Limits) -> str:
     if not isinstance(value, str) or not value:
-        _refuse("a non-empty string", path)
+        refuse("a non-empty string", path)
     return value
 
 
 def _long_text(value: Any, path: str, limits: Limits) -> str:
     if not isinstance(value, str):
-        _refuse("a string", path)
+        refuse("a string", path)
     if utf8_bytes(value) > limits.max_item_bytes:
         raise_too_large(utf8_bytes(value), path, limits)
     return value
@@ -299,7 +283,7 @@ def _one_of(*choices: str) -> _Check:
 
     def check(value: Any, path: str, limits: Limits) -> str:
         if not isinstance(value, str) or value not in choices:
-            _refuse(expected, path)
+            refuse(expected, path)
         return value
 
     return check
@@ -307,19 +291,19 @@ def _one_of(*choices: str) -> _Check:
 
 def _deadline_ms(value: Any, path: str, limits: Limits) -> int:
     if type(value) is not int or not 0 <= value <= MAX_DEADLINE_MS:
-        _refuse("whole milliseconds since 1970", path)
+        refuse("whole milliseconds since 1970", path)
     return value
 
 
 def _top_n(value: Any, path: str, limits: Limits) -> int:
     if type(value) is not int or not 1 <= value < 2**63:
-        _refuse("a whole number from 1; leave top_n out to get all", path)
+        refuse("a whole number from 1; leave top_n out to get all", path)
     return value
 
 
 def _dimensions(value: Any, path: str, limits: Limits) -> int:
     if type(value) is not int or value >= 2**63:
-        _refuse("a whole number", path)
+        refuse("a whole number", path)
     if value < 1:
         raise InvalidDimensions("dimensions must be at least 1", path=path, limit=1, given=value)
     return value
@@ -327,10 +311,10 @@ def _dimensions(value: Any, path: str, limits: Limits) -> int:
 
 def _outputs(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
-        _refuse("a non-empty list of dense, sparse, multivector", path)
+        refuse("a non-empty list of dense, sparse, multivector", path)
     for i, output in enumerate(value):
         if output not in ("dense", "sparse", "multivector"):
-            _refuse("one of dense, sparse, multivector", f"{path}[{i}]")
+            refuse("one of dense, sparse, multivector", f"{path}[{i}]")
     if len(set(value)) != len(value):
         raise InvalidRequest("an output is named twice", path=path)
     return tuple(value)
@@ -352,163 +336,6 @@ def _encoding(values: dict[str, Any], content_type: ContentType) -> str:
     return chosen
 
 
-# ------------------------------------------------------------------------------------------ items
-
-
-def _input(value: Any, path: str, limits: Limits) -> Any:
-    """Checked later by `_read_items`, which needs the size of the record."""
-    if not isinstance(value, str | list):
-        _refuse("a string or a list of items", path)
-    return value
-
-
-def _documents(value: Any, path: str, limits: Limits) -> Any:
-    if not isinstance(value, list):
-        _refuse("a list of documents", path)
-    return value
-
-
-def _check_count(entries: list[Any], path: str, limits: Limits) -> None:
-    if not entries:
-        raise EmptyInput(f"{path[2:]} is an empty list", path=path)
-    if len(entries) > limits.max_items:
-        raise_too_many(len(entries), path, limits)
-
-
-def _check_sizes(sizes: list[int], path: str, limits: Limits) -> None:
-    """Fail the request with the indexes of all items over the byte limit."""
-    over = [i for i, n_bytes in enumerate(sizes) if n_bytes > limits.max_item_bytes]
-    if over:
-        raise_too_large(sizes[over[0]], f"{path}[{over[0]}]", limits, over)
-
-
-def _read_input(value: Any, record: Record, limits: Limits) -> tuple[Item, ...]:
-    path = "$.input"
-    if isinstance(value, str):
-        value = [value]
-    elif value and type(value[0]) is int:
-        return (_token_ids(value, path, limits, None),)
-    _check_count(value, path, limits)
-    small = record.n_bytes <= limits.max_item_bytes  # then no text can exceed the limit
-    if set(map(type, value)) == {str}:
-        if not small:
-            _check_sizes([utf8_bytes(text) for text in value], path, limits)
-        return tuple(map(Text, value))
-    items = tuple(_item(entry, f"{path}[{i}]", limits, i) for i, entry in enumerate(value))
-    _check_sizes([_item_bytes(item) for item in items], path, limits)
-    return items
-
-
-def _item(entry: Any, path: str, limits: Limits, index: int) -> Item:
-    if isinstance(entry, str):
-        return Text(entry)
-    if isinstance(entry, list):
-        return _token_ids(entry, path, limits, index)
-    if isinstance(entry, dict):
-        return _input_map(entry, path, limits)
-    if type(entry) is int:
-        raise InvalidRequest("token ids and other items do not mix in one list", path=path)
-    _refuse("a string, a list of token ids, or a map with text or image", path)
-
-
-def _item_bytes(item: Item) -> int:
-    if isinstance(item, Text):
-        return utf8_bytes(item.text)
-    if isinstance(item, TokenIds):
-        return BYTES_PER_TOKEN_ID * len(item.ids)
-    return len(item.data) + utf8_bytes(item.text or "")
-
-
-def _token_ids(ids: list[Any], path: str, limits: Limits, index: int | None) -> TokenIds:
-    if len(ids) * BYTES_PER_TOKEN_ID > limits.max_item_bytes:
-        items = () if index is None else (index,)
-        raise_too_large(len(ids) * BYTES_PER_TOKEN_ID, path, limits, items)
-    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_TOKEN_ID):
-        for i, token_id in enumerate(ids):
-            if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-                _refuse(f"a token id: a whole number from 0 to {MAX_TOKEN_ID}", f"{path}[{i}]")
-    return TokenIds(tuple(ids))
-
-
-def _check_entry_fields(entry: dict[str, Any], allowed: tuple[str, ...], path: str) -> None:
-    for name in entry:
-        if name not in allowed:
-            raise InvalidRequest("unknown field", path=f"{path}.{safe_name(name)}")
-
-
-def _input_map(entry: dict[str, Any], path: str, limits: Limits) -> Item:
-    _check_entry_fields(entry, ("text", "image"), path)
-    text, image = entry.get("text"), entry.get("image")
-    if text is not None and not isinstance(text, str):
-        _refuse("a string", f"{path}.text")
-    if image is None:
-        if text is None:
-            raise InvalidRequest("an item needs text or image", path=path)
-        return Text(text)
-    return Image(_image_bytes(image, f"{path}.image"), text)
-
-
-def _image_bytes(value: Any, path: str) -> bytes:
-    if isinstance(value, str):
-        value = _data_uri(value, path)
-    if not isinstance(value, bytes):
-        _refuse("image bytes, or a data: URI", path)
-    if not value:
-        raise InvalidRequest("the image is empty", path=path)
-    return value
-
-
-def _data_uri(uri: str, path: str) -> bytes:
-    if uri[:5].lower() != "data:":
-        raise InvalidRequest(
-            "an image comes as bytes or as a data: URI; the service never fetches a URL", path=path
-        )
-    head, comma, payload = uri[5:].partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InvalidRequest("a data: URI must be base64", path=path)
-    media_type = head[:-7].split(";")[0].strip().lower()
-    if media_type and not media_type.startswith("image/"):
-        raise InvalidRequest("the data: URI does not say that it is an image", path=path)
-    try:
-        return from_base64(payload)
-    except InvalidRequest:
-        raise InvalidRequest("the data: URI is not valid base64", path=path) from None
-
-
-def _read_documents(value: list[Any], record: Record, limits: Limits) -> tuple[Document, ...]:
-    path = "$.documents"
-    _check_count(value, path, limits)
-    small = record.n_bytes <= limits.max_item_bytes
-    if set(map(type, value)) == {str}:
-        documents = tuple(map(Document, value))
-    else:
-        documents = tuple(_document(v, f"{path}[{i}]", limits) for i, v in enumerate(value))
-    if not small:
-        _check_sizes([utf8_bytes(document.text) for document in documents], path, limits)
-    return documents
-
-
-def _document(entry: Any, path: str, limits: Limits) -> Document:
-    if isinstance(entry, str):
-        return Document(entry)
-    if not isinstance(entry, dict):
-        _refuse("a string or a map with text and id", path)
-    _check_entry_fields(entry, ("text", "id"), path)
-    text, document_id = entry.get("text"), entry.get("id")
-    if not isinstance(text, str):
-        _refuse("a string", f"{path}.text")
-    if document_id is not None:
-        _name(document_id, f"{path}.id", limits)
-        if utf8_bytes(document_id) > limits.max_id_bytes:
-            raise InvalidRequest(
-                f"a document id may have {limits.max_id_bytes} bytes",
-                path=f"{path}.id",
-                limit=limits.max_id_bytes,
-                given=utf8_bytes(document_id),
-            )
-    return Document(text, document_id)
-
-
 # ------------------------------------------------------------------------------------------ tasks
 
 
@@ -519,12 +346,12 @@ def _need(values: dict[str, Any], name: str, task: str) -> Any:
 
 
 def _build_embed(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
-    values["input"] = _read_input(_need(values, "input", "embed"), record, limits)
+    values["input"] = read_input(_need(values, "input", "embed"), record, limits)
     return EmbedRequest(**values)
 
 
 def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
-    items = _read_input(_need(values, "input", "classify"), record, limits)
+    items = read_input(_need(values, "input", "classify"), record, limits)
     for i, item in enumerate(items):
         if isinstance(item, Image):
             raise Unsupported("classify takes no images", path=f"$.input[{i}].image")
@@ -535,14 +362,14 @@ def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> A
 def _build_rerank(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
     _need(values, "query", "rerank")
     documents = _need(values, "documents", "rerank")
-    values["documents"] = _read_documents(documents, record, limits)
+    values["documents"] = read_documents(documents, record, limits)
     return RerankRequest(**values)
 
 
 def _build_score(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
     _need(values, "query", "score")
     documents = _need(values, "documents", "score")
-    values["documents"] = _read_documents(documents, record, limits)
+    values["documents"] = read_documents(documents, record, limits)
     return ScoreRequest(**values)
 
 
@@ -554,9 +381,9 @@ _BUILDERS: Final[dict[str, Callable[[Record, dict[str, Any], Limits], AnyRequest
 }
 _CHECKS: Final[dict[str, _Check]] = {
     "model": _name,
-    "input": _input,
+    "input": _as_is,
     "query": _long_text,
-    "documents": _documents,
+    "documents": _as_is,
     "top_n": _top_n,
     "return_documents": _bool,
     "raw_scores": _bool,
