@@ -26,7 +26,7 @@ from gpu.batch import ExecutorHealth
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.settings_records import HealthSettings
 
-RUNNING = "running"
+READY_PHASE = "ready"
 """The one phase in which a service can be ready."""
 
 MAX_REQUEST_BYTES = 8192
@@ -40,7 +40,7 @@ MAX_CONNECTIONS = 64
 class ReadinessInputs:
     """What readiness depends on, as plain values.
 
-    phase: what the service is doing: "starting", "loading models", "connecting", "running",
+    phase: what the service is doing: "starting", "loading models", "connecting", "ready",
         "draining", ...
     executors: one entry per device.
     sources: route name -> state of its source.
@@ -76,7 +76,7 @@ def readiness(inputs: ReadinessInputs, now: float, settings: HealthSettings) -> 
     reasons: list[str] = []
     if inputs.fatal is not None:
         reasons.append(f"fatal: {inputs.fatal}")
-    if inputs.phase != RUNNING:
+    if inputs.phase != READY_PHASE:
         reasons.append(f"phase: {inputs.phase}")
     for name, health in inputs.executors.items():
         reasons.extend(f"executor {name}: {why}" for why in _executor_faults(health, now, settings))

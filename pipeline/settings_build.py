@@ -24,6 +24,7 @@ from schemas.requests import Limits
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
 _NOT_CONFIGURED = frozenset({"origins"})
+_POSITION = re.compile(r"^[0-9]{1,4}$")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
@@ -160,18 +161,22 @@ class Builder:
         if node_tree is None:
             return False, None
         values = []
-        for position, (key, child) in enumerate(
-            sorted(node_tree.items(), key=lambda entry: (len(entry[0]), entry[0]))
-        ):
-            if key != str(position):
+        numbers = sorted((key for key in node_tree if _POSITION.match(key)), key=int)
+        names = [key for key in node_tree if not _POSITION.match(key)]
+        for position, key in enumerate(numbers + names):
+            child = node_tree[key]
+            if position < len(numbers) and key != str(position):
                 self._refuse(
                     f"{name}.{key}",
-                    "is no position in the list, and no entry has that name",
-                    f"use {name}.{position} for a new entry",
+                    f"is no entry: the list has {position}",
+                    f"use {name}.{position}, or a new name instead of the number",
                     _first_origin(child),
                 )
                 continue
-            found, value = self._value(kind.item_type, child, f"{name}.{key}", None)
+            if position >= len(numbers) and isinstance(child, dict):
+                # flags and environment make a new entry by its name
+                child = {"name": Leaf(key, _first_origin(child) or Origin("flag")), **child}
+            found, value = self._value(kind.item_type, child, f"{name}.{position}", None)
             if found:
                 values.append(value)
         return True, tuple(values)

@@ -19,10 +19,11 @@ from pipeline.settings_records import Origin
 
 ENVIRONMENT_PREFIX = "EMBEDSTREAM_"
 
-# Names with our prefix that are no settings: test servers, folders read by other commands, and what
-# Kubernetes injects into every pod when a Service is called "embedstream".
+# Names with our prefix that are no settings: test servers, the file itself, the folder of fetched
+# models (`pipeline.models` reads it), and what Kubernetes injects into every pod of a namespace that
+# has a Service called "embedstream".
 _NOT_SETTINGS = re.compile(
-    r"^EMBEDSTREAM_(TEST_.*|CONFIG|HOME|DEBUG|CACHE_DIR|MODELS_DIR|SERVICE_HOST|SERVICE_PORT.*"
+    r"^EMBEDSTREAM_(TEST_.*|CONFIG|MODELS|SERVICE_HOST|SERVICE_PORT.*"
     r"|PORT|PORT_[0-9]+_.*)$"
 )
 
