@@ -227,7 +227,7 @@ async def test_connections_are_bounded(service: Service) -> None:
         held += extra
         # one place is free again; of two, at least one is dropped without an answer
         answers = []
-        for reader, writer in extra:
+        for _, writer in extra:
             writer.write(b"GET /live HTTP/1.1\r\n\r\n")
         for reader, _ in extra:
             try:
