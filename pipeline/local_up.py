@@ -1,0 +1,339 @@
+"""`embedstream up`: real brokers on this machine with the service attached, until Ctrl-C.
+
+Who calls it: the CLI (`embedstream up`); the demo starts that command in the background.
+What must stay true: brokers start before the service and stop after it has drained; nothing outlives
+this process, however it ends; the addresses are printed, and written to the ready file, only once
+the service takes requests; a broker that dies stops the service with a clear line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+
+from actors.ports import Metrics
+from pipeline.app import App
+from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, watch_signals
+from pipeline.local import (
+    ApacheKafka,
+    LocalServer,
+    LocalServerError,
+    PackagedKafka,
+    RedisServer,
+    free_port,
+)
+from pipeline.settings import ModelSettings, RouteSettings, Settings
+from pipeline.telemetry import PrometheusMetrics
+from pipeline.transports import names
+
+EMBEDDER = "all-MiniLM-L6-v2"
+RERANKER = "ms-marco-MiniLM-L-12-v2"
+PARTITIONS = 6
+_WATCH_S = 0.25
+"""How soon a dead broker or a dead parent is noticed."""
+
+# The packaged broker makes a group's first member wait for half of the session time-out, and answers
+# an idle fetch only after half of its wait: short values here are what makes it quick.
+_PACKAGED_KAFKA = "session_timeout_ms=4000&heartbeat_interval_ms=500&fetch_max_wait_ms=15"
+_APACHE_KAFKA = "session_timeout_ms=6000&heartbeat_interval_ms=1500&fetch_max_wait_ms=50"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """What `embedstream up` may be told. A port of 0 is any free one.
+
+    kafka_home      an unpacked Apache Kafka to run instead of the packaged broker
+    ready_file      gets the addresses as JSON (`Addresses`) once the service is ready
+    parent_pid      drain and stop when this process is our parent no longer
+    """
+
+    kafka_port: int = 0
+    redis_port: int = 0
+    health_port: int = 0
+    kafka_home: Path | None = None
+    ready_file: Path | None = None
+    parent_pid: int | None = None
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything is, for people, the demo and tests. The content of the ready file."""
+
+    pid: int
+    kafka: str
+    kafka_kind: str
+    redis: str
+    redis_kind: str
+    health: str
+    request_topic: str = names.REQUEST_TOPIC
+    reply_topic: str = names.REPLY_TOPIC
+    request_stream: str = names.REQUEST_TOPIC
+    reply_list_prefix: str = names.REDIS_REPLY_LIST
+    models: tuple[str, ...] = ()
+    max_batch_tokens: Mapping[str, int] = {}
+
+
+def demo_models() -> dict[str, ModelSettings]:
+    """The pool of `up` and `demo` when the settings name no model."""
+    return {
+        EMBEDDER: ModelSettings(path=EMBEDDER, default_for=("embed",)),
+        RERANKER: ModelSettings(path=RERANKER, default_for=("rerank", "score")),
+    }
+
+
+def up_settings(
+    base: Settings, *, kafka: str, kafka_kind: str, redis: str, health: int
+) -> Settings:
+    """`base` with our two routes: bulk over Kafka, interactive over Redis.
+
+    Args:
+        kafka: bootstrap address; redis: `redis://host:port`; health: port.
+    """
+    timing = _APACHE_KAFKA if kafka_kind == ApacheKafka.kind else _PACKAGED_KAFKA
+    group = f"group={names.GROUP}"
+    routes = (
+        RouteSettings(
+            name="kafka-requests",
+            source=f"kafka://{kafka}/{names.REQUEST_TOPIC}?{group}&{timing}&partitions={PARTITIONS}",
+            lane="bulk",
+        ),
+        RouteSettings(
+            name="redis-rpc",
+            source=f"{redis}/{names.REQUEST_TOPIC}?{group}",
+            lane="interactive",
+        ),
+    )
+    return msgspec.structs.replace(
+        base,
+        models=base.models or demo_models(),
+        routes=routes,
+        health=msgspec.structs.replace(base.health, port=health),
+    )
+
+
+async def run_up(
+    options: UpOptions,
+    *,
+    settings: Settings | None = None,
+    console: Console | None = None,
+    metrics: Metrics | None = None,
+) -> ExitStatus:
+    """Brokers, then the service, until a signal; then the service drains and the brokers stop.
+
+    Args:
+        settings: models, limits, batching and so on; its routes and health port are replaced.
+
+    Raises:
+        OperatorError: a broker, a port or a model cannot be had.
+    """
+    base = settings or Settings()
+    console = console or Console()
+    stop = StopSignal(base.lifecycle.drain_budget_s)
+    with watch_signals(stop, on_action=lambda action, signum: _say_stop(console, action)):
+        async with AsyncExitStack() as resources:
+            kafka, redis = await _start_servers(options, resources, console)
+            health = options.health_port or free_port()
+            full = up_settings(
+                base, kafka=kafka.address, kafka_kind=kafka.kind, redis=redis.url, health=health
+            )
+            app = App(full, metrics=metrics or PrometheusMetrics(), serve_health=True)
+            return await _serve(app, stop, options, (kafka, redis), console)
+
+
+async def _start_servers(
+    options: UpOptions, resources: AsyncExitStack, console: Console
+) -> tuple[ApacheKafka | PackagedKafka, RedisServer]:
+    try:
+        kafka: ApacheKafka | PackagedKafka
+        if options.kafka_home is not None:
+            kafka = ApacheKafka(options.kafka_home, port=options.kafka_port or None)
+        else:
+            kafka = PackagedKafka(port=options.kafka_port or None)
+        # The packaged broker holds everything in memory, so there is nothing to close in order; it
+        # would take five seconds over it.
+        resources.push_async_callback(_stop_server, kafka)
+        redis = RedisServer(port=options.redis_port or None)
+        resources.push_async_callback(_stop_server, redis)
+        for server in (kafka, redis):
+            console.print(f"[dim]starting {server.label} ({server.kind})[/dim]")
+            await server.start()
+    except LocalServerError as error:
+        raise OperatorError(str(error)) from error
+    return kafka, redis
+
+
+async def _stop_server(server: LocalServer) -> None:
+    if isinstance(server, PackagedKafka):
+        server.close()
+    else:
+        await server.stop()
+
+
+async def _serve(
+    app: App,
+    stop: StopSignal,
+    options: UpOptions,
+    servers: tuple[ApacheKafka | PackagedKafka, RedisServer],
+    console: Console,
+) -> ExitStatus:
+    """Run the service beside two watchers; its end ends them."""
+    problems: list[str] = []
+    failed: Exception | None = None
+    status = ExitStatus.ERROR
+    async with asyncio.TaskGroup() as group:
+        watchers = [
+            group.create_task(_watch(servers, options.parent_pid, stop, problems)),
+            group.create_task(_announce(app, servers, options, stop, problems, console)),
+        ]
+        try:
+            status = await app.run(stop)
+        except Exception as error:  # noqa: BLE001  raised below, outside the TaskGroup
+            failed = error
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+    if problems:
+        raise OperatorError(problems[0])
+    if failed is not None:
+        raise failed
+    return status
+
+
+async def _watch(
+    servers: tuple[LocalServer, ...], parent: int | None, stop: StopSignal, problems: list[str]
+) -> None:
+    """Request the stop when a broker has died or the parent is gone."""
+    while not stop.requested:
+        for server in servers:
+            if not server.running:
+                problems.append(
+                    f"{server.label} has died; its last words: {server.log_tail()[-300:] or 'none'}"
+                )
+                stop.request(f"{server.label} has died")
+                return
+        if parent is not None and os.getppid() != parent:
+            stop.request("the parent process is gone")
+            return
+        await asyncio.sleep(_WATCH_S)
+
+
+async def _announce(
+    app: App,
+    servers: tuple[ApacheKafka | PackagedKafka, RedisServer],
+    options: UpOptions,
+    stop: StopSignal,
+    problems: list[str],
+    console: Console,
+) -> None:
+    """Once ready: print the addresses, and write the ready file; stop when that cannot be."""
+    await app.ready.wait()
+    kafka, redis = servers
+    addresses = Addresses(
+        pid=os.getpid(),
+        kafka=kafka.address,
+        kafka_kind=kafka.kind,
+        redis=redis.url,
+        redis_kind=redis.kind,
+        health=f"http://{app.settings.health.host}:{app.settings.health.port}",
+        models=tuple(app.models),
+        max_batch_tokens={name: info.max_batch_tokens for name, info in app.models.items()},
+    )
+    _print(console, addresses)
+    if options.ready_file is not None:
+        try:
+            write_ready_file(options.ready_file, addresses)
+        except OperatorError as error:
+            problems.append(str(error))
+            stop.request("the ready file cannot be written")
+
+
+def write_ready_file(path: Path, addresses: Addresses) -> None:
+    """Atomic: whoever sees the file reads all of it. Raises `OperatorError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as handle:
+            handle.write(msgspec.json.encode(addresses))
+        os.replace(handle.name, path)
+    except OSError as error:
+        raise OperatorError(
+            f"cannot write the ready file {path} ({error.strerror}): name a path that can be written"
+        ) from error
+
+
+def read_ready_file(path: Path) -> Addresses:
+    """What `write_ready_file` wrote. Raises `OSError` or `msgspec.MsgspecError`."""
+    return msgspec.json.decode(path.read_bytes(), type=Addresses)
+
+
+def _say_stop(console: Console, action: str) -> None:
+    words = {
+        "drain": "stopping: finishing what is held; Ctrl-C again to leave at once",
+        "force": "leaving at once; what is unfinished is given up",
+    }
+    if action in words:
+        console.print(f"[dim]{words[action]}[/dim]")
+
+
+_PRODUCER = """\
+import asyncio, msgpack
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+async def main():
+    producer = AIOKafkaProducer(bootstrap_servers="{kafka}")
+    replies = AIOKafkaConsumer("{reply_topic}", bootstrap_servers="{kafka}", auto_offset_reset="earliest")
+    async with producer, replies:
+        request = {{"id": "hello-1", "input": ["a text to embed", "and another"]}}
+        await producer.send_and_wait("{request_topic}", msgpack.packb(request), key=b"hello-1")
+        async for record in replies:
+            if record.key == b"hello-1":
+                return print(msgpack.unpackb(record.value)["usage"])
+
+asyncio.run(main())"""
+
+_RPC = """\
+import msgpack, redis
+
+r = redis.Redis.from_url("{redis}")
+request = {{"id": "ask-1", "query": "what is a deadlock?", "documents": ["two processes wait", "a dead key"]}}
+r.xadd("{request_stream}", {{"data": msgpack.packb(request)}})
+_, reply = r.blpop("{reply_list_prefix}ask-1", timeout=10)
+print(msgpack.unpackb(reply)["results"])"""
+
+
+def snippets(addresses: Addresses) -> dict[str, str]:
+    """Client code that works as it is: a Kafka producer and a Redis RPC, no SDK."""
+    values: dict[str, Any] = msgspec.structs.asdict(addresses)
+    return {
+        "embed over Kafka (pip install aiokafka msgpack)": _PRODUCER.format(**values),
+        "rerank over Redis (pip install redis msgpack)": _RPC.format(**values),
+    }
+
+
+def _print(console: Console, addresses: Addresses) -> None:
+    lines = [
+        f"Kafka   {addresses.kafka}   ({addresses.kafka_kind}; requests on {addresses.request_topic}, "
+        f"replies on {addresses.reply_topic})",
+        f"Redis   {addresses.redis}   ({addresses.redis_kind}; requests on {addresses.request_stream})",
+        f"Health  {addresses.health}/ready   /live /metrics /statistics",
+        f"Models  {', '.join(addresses.models)}",
+    ]
+    if addresses.kafka_kind == PackagedKafka.kind:
+        lines.append(
+            "The packaged Kafka broker keeps its data in memory: for trying out, not for keeping."
+        )
+    console.print(
+        Panel("\n".join(lines), title="embedstream is up; Ctrl-C takes all down", expand=False)
+    )
+    for title, code in snippets(addresses).items():
+        console.print(f"[bold]{title}[/bold]")
+        console.print(Syntax(code, "python", background_color="default", word_wrap=True))
