@@ -14,6 +14,9 @@ from actors.ports import Delivery
 from schemas import headers
 from schemas.errors import EmbedstreamError
 
+ORIGINAL_BYTES = "embedstream-original-bytes"
+"""Header of a dead letter whose body was cut because the broker takes no larger one."""
+
 
 def dead_letter_headers(
     delivery: Delivery, error: EmbedstreamError, kind: headers.DeadLetterKind

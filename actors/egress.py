@@ -17,16 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
-from schemas.codec import encode_reply, reply_headers, split_reply
 
-from actors.dead_letters import dead_letter_headers
+from actors.dead_letters import ORIGINAL_BYTES, dead_letter_headers
 from actors.in_flight import InFlightTable
 from actors.mailbox import Mailbox
 from actors.messages import InFlight, Outgoing
 from actors.ports import Clock, Metrics, PublishError, RecordTooLargeForBroker, Sink
 from actors.replies import build_reply
 from gpu.batch import ItemOutcome, ModelInfo
+from schemas.codec import encode_reply, reply_headers, split_reply
 from schemas.errors import EmbedstreamError, Internal, RecordTooLarge
+from schemas.headers import DeadLetterKind
 from schemas.requests import Encoding
 from schemas.results import FailureReply, Reply
 
@@ -51,7 +52,11 @@ class PublishPolicy:
 
 
 class GaveUp(Exception):
-    """The broker did not take a record in time; the delivery is released."""
+    """The broker did not take a record. `permanent`: it never will."""
+
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        super().__init__(message)
+        self.permanent = permanent
 
 
 class Egress:
@@ -163,25 +168,44 @@ class Egress:
             self._note(outgoing)
 
     async def _publish_all(self, outgoing: Outgoing) -> None:
-        sink = outgoing.route.sink
+        """The reply, then the dead letter if there is one. Raises `GaveUp` to have it released."""
+        letter, kind = outgoing.dead_letter, outgoing.dead_letter_kind
         if outgoing.destination is not None:
-            limit = sink.max_record_bytes
             try:
-                await self._publish_reply(outgoing, outgoing.destination, limit)
+                await self._publish_fitting_reply(outgoing, outgoing.destination)
+            except GaveUp as error:
+                # A destination that cannot be written would bring the record back for ever; and
+                # what is being given up anyway must not be kept by a reply that fails.
+                if letter is None and not error.permanent:
+                    raise
+                log.error("reply_refused", request_id=outgoing.request_id, reason=str(error))
+                if letter is None:
+                    letter, kind = Internal("the reply cannot be published"), "failed"
+        if letter is not None:
+            await self._publish_dead_letters(outgoing, letter, kind)
+
+    async def _publish_fitting_reply(self, outgoing: Outgoing, destination: str) -> None:
+        try:
+            await self._publish_reply(outgoing, destination, outgoing.route.sink.max_record_bytes)
+        except RecordTooLargeForBroker as error:
+            # The destination's own limit may be below the client's: split again, to fit.
+            limit = min(error.limit_bytes or error.given_bytes // 2, error.given_bytes - 1)
+            await self._publish_small_enough(outgoing, destination, limit)
+
+    async def _publish_dead_letters(
+        self, outgoing: Outgoing, letter: EmbedstreamError, kind: DeadLetterKind
+    ) -> None:
+        sink, key = outgoing.route.sink, outgoing.request_id
+        for delivery in outgoing.deliveries:
+            body, headers = delivery.body or b"", dead_letter_headers(delivery, letter, kind)
+            try:
+                await self._publish(sink, sink.dead_letter_destination, key, body, headers)
             except RecordTooLargeForBroker as error:
-                # The destination's own limit may be below the client's: split again, to fit.
-                limit = min(error.limit_bytes or error.given_bytes // 2, error.given_bytes - 1)
-                await self._publish_small_enough(outgoing, outgoing.destination, limit)
-        if outgoing.dead_letter is not None:
-            for delivery in outgoing.deliveries:
-                await self._publish(
-                    sink,
-                    sink.dead_letter_destination,
-                    outgoing.request_id,
-                    delivery.body or b"",
-                    dead_letter_headers(delivery, outgoing.dead_letter, outgoing.dead_letter_kind),
-                )
-            self._metrics.count("dead_letters_total", kind=outgoing.dead_letter_kind)
+                # The original with our headers no longer fits: its beginning does, and says so.
+                headers[ORIGINAL_BYTES] = str(len(body)).encode()
+                room = (error.limit_bytes or error.given_bytes) // 2
+                await self._publish(sink, sink.dead_letter_destination, key, body[:room], headers)
+            self._metrics.count("dead_letters_total", kind=kind)
 
     async def _publish_small_enough(
         self, outgoing: Outgoing, destination: str, limit_bytes: int
@@ -259,9 +283,9 @@ class Egress:
                 if not error.retryable:
                     if isinstance(error, RecordTooLargeForBroker):
                         raise
-                    raise GaveUp(str(error)) from error
+                    raise GaveUp(str(error), permanent=True) from error
                 if attempt >= self.policy.attempts:
-                    raise GaveUp(str(error)) from error
+                    raise GaveUp(str(error), permanent=False) from error
                 self._metrics.count("publish_retries_total")
                 log.warning(
                     "publish_retried", destination_kind=_kind(destination), reason=str(error)

@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from actors.ports import PublishError
 from gpu.batch import PackedBatch
 from pipeline.app import InprocService, run_inproc
-from pipeline.settings import Settings
+from pipeline.settings import (
+    AdmissionSettings,
+    AttemptsSettings,
+    LaneAdmission,
+    PublishSettings,
+    Settings,
+)
 from schemas.codec import decode_reply, join_parts
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids, fake_vector
@@ -53,6 +60,15 @@ async def ask(
     if len(parts) == 1:
         return parts[0]
     return join_parts([part for part in parts if isinstance(part, Reply)])
+
+
+def until(gate: threading.Event) -> Callable[[PackedBatch], None]:
+    """A forward that does not come back before the test opens the gate."""
+
+    def wait(batch: PackedBatch) -> None:
+        assert gate.wait(20), "the test never opened the gate"
+
+    return wait
 
 
 def vectors(reply: Reply | FailureReply) -> list[np.ndarray]:
@@ -207,13 +223,15 @@ async def test_a_tombstone_is_skipped_with_a_counter() -> None:
 async def test_expired_requests_are_answered_and_never_computed() -> None:
     """G10: 1,000 queued ahead, a deadline that passes meanwhile, no forward for it."""
     gate = threading.Event()
-    runner = FakeRunner(before_forward=lambda batch: None if gate.wait(20) else None)
+    runner = FakeRunner(before_forward=until(gate))
     marker = fake_ids("marker")[0]
     async with service(runner) as running:
         ahead = [
             asyncio.ensure_future(ask(running, {"id": f"a{i}", "input": "text " * 40}))
             for i in range(50)
         ]
+        while running.app.table is None or len(running.app.table) < 50:
+            await asyncio.sleep(0)
         late = await ask(
             running,
             {"id": "late", "input": "marker " * 40, "deadline_ms": int(time.time() * 1000) + 150},
@@ -228,7 +246,7 @@ async def test_expired_requests_are_answered_and_never_computed() -> None:
 async def test_a_cancel_record_withdraws_queued_work() -> None:
     """G10: cancel honoured while queued; the sender of the request hears `cancelled`."""
     gate = threading.Event()
-    runner = FakeRunner(before_forward=lambda batch: None if gate.wait(20) else None)
+    runner = FakeRunner(before_forward=until(gate))
     async with service(runner) as running:
         first = asyncio.ensure_future(ask(running, {"id": "first", "input": "busy " * 60}))
         queued = asyncio.ensure_future(ask(running, {"id": "queued", "input": "marker " * 60}))
@@ -244,7 +262,7 @@ async def test_a_cancel_record_withdraws_queued_work() -> None:
 async def test_the_same_request_twice_at_once_is_computed_once() -> None:
     """F10: same id, same bytes, same destination while running: joined, both settled."""
     gate = threading.Event()
-    runner = FakeRunner(before_forward=lambda batch: None if gate.wait(20) else None)
+    runner = FakeRunner(before_forward=until(gate))
     metrics = RecordingMetrics()
     async with service(runner, metrics=metrics) as running:
         broker = running._broker
@@ -312,7 +330,7 @@ async def test_user_text_never_reaches_the_log() -> None:
 async def test_gauges_follow_the_queue_and_return_to_zero() -> None:
     """I01, I02: 200 requests against a slow model: the gauge rises and returns to zero."""
     gate = threading.Event()
-    runner = FakeRunner(before_forward=lambda batch: None if gate.wait(20) else None)
+    runner = FakeRunner(before_forward=until(gate))
     metrics = RecordingMetrics()
     async with service(runner, metrics=metrics) as running:
         tasks = [
@@ -333,10 +351,8 @@ async def test_gauges_follow_the_queue_and_return_to_zero() -> None:
 
 async def test_an_interactive_request_is_refused_when_its_lane_is_full_and_bulk_waits() -> None:
     """C10"""
-    from pipeline.settings import AdmissionSettings, LaneAdmission
-
     gate = threading.Event()
-    runner = FakeRunner(before_forward=lambda batch: None if gate.wait(20) else None)
+    runner = FakeRunner(before_forward=until(gate))
     settings = Settings(
         admission=AdmissionSettings(
             interactive=LaneAdmission(max_in_flight_requests=1, when_full="reject"),
@@ -404,3 +420,48 @@ async def test_float16_int8_and_binary_outputs_say_their_dtype() -> None:
     np.testing.assert_allclose(restored, plain, atol=scale * 0.51)
     unpacked = np.unpackbits(np.frombuffer(bits.items[0].embedding or b"", np.uint8))
     np.testing.assert_array_equal(unpacked.astype(bool), plain > 0)
+
+
+async def test_an_unwritable_reply_destination_ends_in_a_dead_letter() -> None:
+    """E10: a refused reply goes to dead letter; the record neither loops nor gets lost."""
+
+    async def refuse(destination: str, body: bytes) -> None:
+        if destination.startswith("inproc:embedstream.gone"):
+            raise PublishError("topic does not exist", retryable=False)
+
+    async with service() as running:
+        broker = running._broker
+        broker.faults.before_publish = refuse
+        body = msgpack.packb({"id": "a", "input": "x"})
+        await broker.put(body, {"reply-to": b"inproc:embedstream.gone"})
+        while broker.unsettled:
+            await asyncio.sleep(0)
+    assert [letter.body for letter in broker.dead_letters] == [body]
+    assert broker.dead_letters[0].headers["embedstream-kind"] == b"failed"
+
+
+async def test_a_reply_that_never_passes_is_given_up_after_max_attempts() -> None:
+    """E09, E11, F07: released and tried again, nothing settled without a reply or a dead letter."""
+    settings = Settings(
+        publish=PublishSettings(attempts=1, backoff_ms=1.0),
+        attempts=AttemptsSettings(max_attempts=2),
+    )
+    metrics = RecordingMetrics()
+    tried = 0
+
+    async def refuse(destination: str, body: bytes) -> None:
+        nonlocal tried
+        if "dead-letters" not in destination:
+            tried += 1
+            assert broker.settled == 0
+            raise PublishError("broker away", retryable=True)
+
+    async with service(settings=settings, metrics=metrics) as running:
+        broker = running._broker
+        broker.faults.before_publish = refuse
+        await broker.put(msgpack.packb({"id": "a", "input": "x"}))
+        while broker.unsettled:
+            await asyncio.sleep(0.005)
+    assert tried == 3 and len(broker.dead_letters) == 1
+    assert broker.dead_letters[0].headers["embedstream-attempts"] == b"3"
+    assert metrics.counts["redelivered_total"] == 2
