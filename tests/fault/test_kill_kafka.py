@@ -1,0 +1,232 @@
+"""SIGKILL and SIGTERM of a real service process on a real Kafka broker."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from schemas.codec import decode_reply
+from schemas.results import Reply
+from tests.support.fakes import fake_ids, fake_vector
+from tests.support.processes import service_process
+from tests.support.servers import ServerInfo, kafka_ladder, unique
+
+pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
+
+SESSION = "session_timeout_ms=2000&heartbeat_interval_ms=200&fetch_max_wait_ms=20"
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[ServerInfo]:
+    yield from kafka_ladder()
+
+
+class Bench:
+    """Topics of one test, a producer, and every reply read from the beginning."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.topic, self.replies = unique("embedstream.in"), unique("embedstream.out")
+        self.dead_letters, self.group = unique("embedstream.dead"), unique("group")
+
+    @property
+    def source(self) -> str:
+        return (
+            f"kafka://{self.address}/{self.topic}?group={self.group}&reply_topic={self.replies}"
+            f"&dead_letter_topic={self.dead_letters}&{SESSION}"
+        )
+
+    def config(self, **more: Any) -> dict[str, Any]:
+        return {"routes": [{"name": "k", "source": self.source, "lane": "bulk"}], **more}
+
+    async def create(self, partitions: int) -> None:
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.address)
+        await admin.start()
+        try:
+            await admin.create_topics(
+                [
+                    NewTopic(name, partitions, 1)
+                    for name in (self.topic, self.replies, self.dead_letters)
+                ]
+            )
+        finally:
+            await admin.close()
+
+    async def produce(self, records: dict[str, Any]) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=self.address, linger_ms=5) as producer:
+            futures = [
+                await producer.send(self.topic, msgpack.packb(record), key=request_id.encode())
+                for request_id, record in records.items()
+            ]
+            await asyncio.gather(*futures)
+
+    @asynccontextmanager
+    async def reading(self, topic: str, partitions: int) -> AsyncIterator[AIOKafkaConsumer]:
+        consumer = AIOKafkaConsumer(bootstrap_servers=self.address, fetch_max_wait_ms=20)
+        await consumer.start()
+        try:
+            parts = [TopicPartition(topic, number) for number in range(partitions)]
+            consumer.assign(parts)
+            await consumer.seek_to_beginning(*parts)
+            yield consumer
+        finally:
+            await consumer.stop()
+
+
+async def collect(
+    consumer: AIOKafkaConsumer, wanted: set[str], seen: Counter[str], kept: dict[str, Reply]
+) -> None:
+    """Read until every wanted id has a reply; duplicates must say the same."""
+    while not wanted <= set(seen):
+        for records in (await consumer.getmany(timeout_ms=500)).values():
+            for record in records:
+                reply = decode_reply(record.value, dict(record.headers))
+                assert isinstance(reply, Reply), reply
+                seen[reply.id] += 1
+                first = kept.setdefault(reply.id, reply)
+                assert first.items == reply.items, "answered twice, differently"
+
+
+def check_vectors(kept: dict[str, Reply], records: dict[str, Any]) -> None:
+    for request_id, record in records.items():
+        vector = np.frombuffer(kept[request_id].items[0].embedding or b"", "<f4")
+        np.testing.assert_array_equal(vector, fake_vector(fake_ids(record["input"])))
+
+
+def requests(n: int) -> dict[str, Any]:
+    return {f"r{i}": {"input": f"text number{i} of{i % 7}"} for i in range(n)}
+
+
+async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
+    kafka: ServerInfo, tmp_path: Path
+) -> None:
+    """E05, E09, E10: SIGKILL in mid-work; a second process answers the rest; 0 lost; duplicates agree."""
+    bench = Bench(kafka.address)
+    await bench.create(4)
+    records = requests(1000)
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    config = bench.config(forward_s=0.02)
+    async with bench.reading(bench.replies, 4) as consumer:
+        with service_process(config, tmp_path, "first") as first:
+            await bench.produce(records)
+            while len(seen) < 100:  # it is working, far from done
+                await collect_some(consumer, seen, kept)
+            first.kill()
+        answered_before = len(seen)
+        with service_process(config, tmp_path, "second"):
+            await collect(consumer, set(records), seen, kept)
+    assert answered_before < 1000
+    check_vectors(kept, records)
+    duplicates = sum(count - 1 for count in seen.values())
+    print(f"kafka {kafka.kind}: lost 0, duplicates {duplicates}, before the kill {answered_before}")
+    assert duplicates < 1000
+
+
+async def collect_some(
+    consumer: AIOKafkaConsumer, seen: Counter[str], kept: dict[str, Reply]
+) -> None:
+    for records in (await consumer.getmany(timeout_ms=200)).values():
+        for record in records:
+            reply = decode_reply(record.value, dict(record.headers))
+            assert isinstance(reply, Reply)
+            seen[reply.id] += 1
+            kept.setdefault(reply.id, reply)
+
+
+async def test_sigterm_drains_and_commits_everything(kafka: ServerInfo, tmp_path: Path) -> None:
+    """G01: SIGTERM with batches in flight: finish, publish, commit, exit 0; nothing comes again."""
+    bench = Bench(kafka.address)
+    await bench.create(2)
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    first, second = requests(300), {f"s{i}": {"input": f"later text{i}"} for i in range(20)}
+    async with bench.reading(bench.replies, 2) as consumer:
+        with service_process(bench.config(forward_s=0.01), tmp_path, "first") as service:
+            await bench.produce(first)
+            while len(seen) < 20:
+                await collect_some(consumer, seen, kept)
+            service.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(service.wait) == 0, service.log()
+        with service_process(bench.config(), tmp_path, "second"):
+            await bench.produce(second)
+            await collect(consumer, set(first) | set(second), seen, kept)
+    assert set(seen.values()) == {1}, "a drained service leaves nothing to be done twice"
+
+
+async def test_a_drain_beyond_its_budget_exits_three_and_loses_nothing(
+    kafka: ServerInfo, tmp_path: Path
+) -> None:
+    """G01: beyond the grace: exit status 3, the rest is answered by the next process."""
+    bench = Bench(kafka.address)
+    await bench.create(2)
+    records = requests(60)
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    slow = bench.config(forward_s=0.4, max_batch_tokens=8, drain_budget_s=0.5)
+    async with bench.reading(bench.replies, 2) as consumer:
+        with service_process(slow, tmp_path, "first") as service:
+            await bench.produce(records)
+            while not seen:
+                await collect_some(consumer, seen, kept)
+            service.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(service.wait) == 3, service.log()
+        with service_process(bench.config(), tmp_path, "second"):
+            await collect(consumer, set(records), seen, kept)
+    check_vectors(kept, records)
+
+
+async def test_a_second_signal_exits_at_once(kafka: ServerInfo, tmp_path: Path) -> None:
+    """G01: the second signal forces; the exit status says so."""
+    bench = Bench(kafka.address)
+    await bench.create(1)
+    seen: Counter[str] = Counter()
+    slow = bench.config(forward_s=1.0, max_batch_tokens=4, drain_budget_s=60)
+    async with bench.reading(bench.replies, 1) as consumer:
+        with service_process(slow, tmp_path) as service:
+            await bench.produce(requests(40))
+            while not seen:
+                await collect_some(consumer, seen, {})
+            service.signal(signal.SIGTERM)
+            while "draining" not in service.log():
+                await asyncio.sleep(0.01)
+            service.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(service.wait) == 128 + signal.SIGTERM, service.log()
+
+
+async def test_poison_records_are_dead_lettered_and_the_partition_moves_on(
+    kafka: ServerInfo, tmp_path: Path
+) -> None:
+    """E13, E14, D08: garbage, truncated msgpack, JSON array, pickle, empty, tombstone; then a good one."""
+    bench = Bench(kafka.address)
+    await bench.create(1)
+    bad = [b"\xff\x00", b"\x82\xa2id", b"[1,2]", b"\x80\x04\x95K\x01.", b""]
+    async with bench.reading(bench.replies, 1) as consumer:
+        with service_process(bench.config(), tmp_path):
+            async with AIOKafkaProducer(bootstrap_servers=bench.address) as producer:
+                for body in bad:
+                    await producer.send_and_wait(bench.topic, body, key=b"bad")
+                await producer.send_and_wait(bench.topic, None, key=b"tombstone")
+            await bench.produce({"good": {"input": "still alive"}})
+            seen: Counter[str] = Counter()
+            await collect(consumer, {"good"}, seen, {})
+    letters = []
+    async with bench.reading(bench.dead_letters, 1) as consumer:
+        while len(letters) < len(bad):
+            for records in (await consumer.getmany(timeout_ms=500)).values():
+                letters.extend(records)
+    assert sorted(letter.value for letter in letters) == sorted(bad)
+    headers = dict(letters[0].headers)
+    assert headers["embedstream-kind"] == b"unprocessable"
+    assert bench.topic.encode() in headers["embedstream-origin"]

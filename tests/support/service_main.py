@@ -1,0 +1,68 @@
+"""A service in a process of its own, to be killed by fault tests.
+
+Called as ``python -m tests.support.service_main CONFIG.json``; prints one line ``ready`` when it is.
+CONFIG: {"routes": [{"name", "source", "lane"}], "forward_s": seconds per batch, "drain_budget_s",
+"health_port"}. The model is the fake one: what is tested here is delivery, not numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gpu.batch import PackedBatch
+from pipeline.app import App
+from pipeline.lifecycle import StopSignal, watch_signals
+from pipeline.settings import HealthSettings, LifecycleSettings, RouteSettings, Settings
+from tests.support.fakes import FakeRunner
+
+
+def build(config: dict[str, Any]) -> App:
+    """The app of one config."""
+    forward_s = float(config.get("forward_s", 0.0))
+
+    def slow(batch: PackedBatch) -> None:
+        time.sleep(forward_s)
+
+    runner = FakeRunner(
+        max_batch_tokens=int(config.get("max_batch_tokens", 64)), before_forward=slow
+    )
+    settings = Settings(
+        routes=tuple(RouteSettings(**route) for route in config["routes"]),
+        lifecycle=LifecycleSettings(drain_budget_s=float(config.get("drain_budget_s", 20.0))),
+        health=HealthSettings(port=int(config.get("health_port", 0))),
+    )
+    return App(settings, runner_factories={"fake": lambda: runner}, serve_health=True)
+
+
+async def serve(config: dict[str, Any]) -> int:
+    """Run until a signal, like `embedstream serve`."""
+    stop = StopSignal(float(config.get("drain_budget_s", 20.0)))
+    app = build(config)
+    with watch_signals(stop):
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(app.run(stop))
+            ready = group.create_task(app.ready.wait())
+            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                print("ready", flush=True)
+            ready.cancel()
+    return int(running.result())
+
+
+def main() -> None:
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+    )
+    sys.exit(asyncio.run(serve(json.loads(Path(sys.argv[1]).read_text()))))
+
+
+if __name__ == "__main__":
+    main()
