@@ -49,9 +49,6 @@ VARLEN_REFUSES = frozenset(
 )
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 class TestSdpa(AttentionSuite):
     backend = SdpaBackend()
 
@@ -97,33 +94,40 @@ class TestVarlenDouble(AttentionSuite):
         monkeypatch.setattr(varlen, "_capability", lambda device: (9, 0))
 
 
-@pytest.mark.gpu
-@needs_cuda
-class TestSdpaOnCuda(AttentionSuite):
-    backend = SdpaBackend()
-    device = "cuda"
-    tolerance = 1e-3  # TF32 is off by default; this leaves room for it
+if torch.cuda.is_available():
+
+    @pytest.mark.gpu
+    class TestSdpaOnCuda(AttentionSuite):
+        backend = SdpaBackend()
+        device = "cuda"
+        tolerance = 1e-3  # TF32 is off by default; this leaves room for it
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(flashinfer_module._missing() is not None, reason="needs flashinfer-python")
+    class TestFlashInfer(AttentionSuite):
+        backend = FlashInferBackend()
+        device = "cuda"
+        dtype = torch.bfloat16
+        tolerance = 4e-2
+        refused = FLASHINFER_REFUSES
+
+    @pytest.mark.gpu
+    class TestVarlen(AttentionSuite):
+        backend = VarlenBackend()
+        device = "cuda"
+        dtype = torch.bfloat16
+        tolerance = 4e-2
+        refused = VARLEN_REFUSES
 
 
 @pytest.mark.gpu
-@needs_cuda
-@pytest.mark.skipif(flashinfer_module._missing() is not None, reason="needs flashinfer-python")
-class TestFlashInfer(AttentionSuite):
-    backend = FlashInferBackend()
-    device = "cuda"
-    dtype = torch.bfloat16
-    tolerance = 4e-2
-    refused = FLASHINFER_REFUSES
-
-
-@pytest.mark.gpu
-@needs_cuda
-class TestVarlen(AttentionSuite):
-    backend = VarlenBackend()
-    device = "cuda"
-    dtype = torch.bfloat16
-    tolerance = 4e-2
-    refused = VARLEN_REFUSES
+def test_the_suites_above_ran_on_a_device() -> None:
+    """The three classes above exist only where there is a CUDA device; this says so elsewhere."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert choose(
+        backends_for("cuda", torch.bfloat16), kind(head_dim=32), torch.bfloat16, CUDA
+    ).name
 
 
 @pytest.mark.parametrize("name", list(KINDS))
