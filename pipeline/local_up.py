@@ -55,7 +55,7 @@ class UpOptions:
 
     kafka_home      an unpacked Apache Kafka to run instead of the packaged broker
     ready_file      gets the addresses as JSON (`Addresses`) once the service is ready
-    parent_pid      drain and stop when this process is our parent no longer
+    stop_with_parent  drain and stop when the parent process is gone
     """
 
     kafka_port: int = 0
@@ -63,7 +63,7 @@ class UpOptions:
     health_port: int = 0
     kafka_home: Path | None = None
     ready_file: Path | None = None
-    parent_pid: int | None = None
+    stop_with_parent: bool = False
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,12 +187,13 @@ async def _serve(
     console: Console,
 ) -> ExitStatus:
     """Run the service beside two watchers; its end ends them."""
+    parent = os.getppid() if options.stop_with_parent else None
     problems: list[str] = []
     failed: Exception | None = None
     status = ExitStatus.ERROR
     async with asyncio.TaskGroup() as group:
         watchers = [
-            group.create_task(_watch(servers, options.parent_pid, stop, problems)),
+            group.create_task(_watch(servers, parent, stop, problems)),
             group.create_task(_announce(app, servers, options, stop, problems, console)),
         ]
         try:
