@@ -134,9 +134,11 @@ def _refuse_type(error: msgspec.ValidationError, path: str) -> NoReturn:
     """Turn msgspec's message (type names and a path, never a value) into ours."""
     message, _, where = str(error).partition(" - at `$")
     got = message.rpartition("got ")[2].strip("`").lower()
-    raise InvalidRequest(
-        f"a value of type {got} does not belong here", path=path + where.rstrip("`")
-    ) from None
+    _refuse_kind(got, path + where.rstrip("`"))
+
+
+def _refuse_kind(got: str, path: str) -> NoReturn:
+    raise InvalidRequest(f"a value of type {got} does not belong here", path=path) from None
 
 
 def _scalar(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
@@ -149,8 +151,10 @@ def _scalar(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
 
 
 def _outputs(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
-    data = bytes(raw)
-    if _kind(data[0]) == "list" and _length(data) > _MAX_OUTPUTS:
+    head = bytes(memoryview(raw)[:5])
+    if _kind(head[0]) != "list":
+        return _scalar(raw, path, limits)
+    if _length(head) > _MAX_OUTPUTS:
         raise InvalidRequest("too many outputs", path=path, limit=_MAX_OUTPUTS)
     try:
         return _TEXTS.decode(raw)
@@ -160,7 +164,11 @@ def _outputs(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
         raise InvalidRequest("the string is not UTF-8", path=path) from None
 
 
-def _items(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+def _documents(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    return _items(raw, path, limits, ids=False)
+
+
+def _items(raw: msgspec.Raw, path: str, limits: Limits, *, ids: bool = True) -> Any:
     """`input` or `documents`: a scalar, a list of texts, a list of ids, or a list of entries."""
     data = memoryview(raw)
     kind = _kind(data[0])
@@ -172,7 +180,7 @@ def _items(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
     if n == 0:
         return []
     first = _kind(data[{0xDC: 3, 0xDD: 5}.get(data[0], 1)])
-    if first == "int":
+    if first == "int" and ids:
         # Each id becomes a Python object: a list that is too long is refused before it is built.
         if n * BYTES_PER_TOKEN_ID > limits.max_item_bytes:
             raise_too_large(n * BYTES_PER_TOKEN_ID, path, limits, (0,))
@@ -183,16 +191,20 @@ def _items(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
         try:
             return _TEXTS.decode(raw)
         except msgspec.DecodeError:  # mixed kinds, or surrogates
-            return _entries(raw, path, limits)
-    return _entries(raw, path, limits)
+            return _entries(raw, path, limits, ids)
+    return _entries(raw, path, limits, ids)
 
 
-def _entries(raw: msgspec.Raw, path: str, limits: Limits) -> list[Any]:
+def _entries(raw: msgspec.Raw, path: str, limits: Limits, ids: bool) -> list[Any]:
     raws = _RAWS.decode(raw)
     sizes = [_declared_id_bytes(memoryview(entry)) for entry in raws]
     over = [i for i, n_bytes in enumerate(sizes) if n_bytes > limits.max_item_bytes]
-    if over:
+    if over and ids:
         raise_too_large(sizes[over[0]], f"{path}[{over[0]}]", limits, over)
+    if not ids:
+        for i, n_bytes in enumerate(sizes):
+            if n_bytes:
+                _refuse_kind("list", f"{path}[{i}]")
     return [_entry(entry, f"{path}[{i}]", limits) for i, entry in enumerate(raws)]
 
 
@@ -239,6 +251,6 @@ def _entry_field(name: str, raw: msgspec.Raw, path: str, limits: Limits) -> Any:
 
 _READERS: Final[dict[str, Callable[[msgspec.Raw, str, Limits], Any]]] = {
     "input": _items,
-    "documents": _items,
+    "documents": _documents,
     "outputs": _outputs,
 }

@@ -16,7 +16,7 @@ from ._encode import dump, encode_reply, metadata_to_wire, request_to_wire
 from ._parts import join_parts, split_reply
 from ._read_json import JsonRecord
 from ._read_msgpack import MsgpackRecord
-from ._record import Record, sniff, why_undecodable
+from ._record import Record, sniff, utf8_bytes, why_undecodable
 from ._reply import read_reply
 from .errors import (
     ContentType,
@@ -29,6 +29,7 @@ from .headers import (
     CONTENT_TYPE,
     DEADLINE_MS,
     JSON,
+    MAX_REPLY_TO_BYTES,
     MSGPACK,
     REPLY_TO,
     REQUEST_ID,
@@ -120,6 +121,9 @@ def _attach(
 ) -> None:
     """Put on the error whatever a reply to this request needs and can still be read."""
     found = salvage_headers(headers)
+    if record is None and body is not None and len(body) <= limits.max_record_bytes:
+        with suppress(EmbedstreamError):  # a header failed, the record itself may be fine
+            record = _open(bytes(body), found.content_type, limits)
     error.content_type = record.content_type if record else found.content_type
     if error.content_type is None and body:
         error.content_type = sniff(bytes(body[:64]))
@@ -133,11 +137,10 @@ def _attach(
     with suppress(EmbedstreamError):
         error.metadata = request_metadata(record, limits)
     if error.reply_to is None and "reply_to" in record.names:
-        try:
+        with suppress(EmbedstreamError):
             value = record.value("reply_to")
-        except EmbedstreamError:
-            return
-        error.reply_to = value if isinstance(value, str) and value else None
+            if isinstance(value, str) and 0 < utf8_bytes(value) <= MAX_REPLY_TO_BYTES:
+                error.reply_to = value
 
 
 def encode_request(
