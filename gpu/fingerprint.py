@@ -19,7 +19,10 @@ _MEANING = (
     "position_offset", "labels", "score_activation", "label_activation", "prompts",
     "default_prompt_name",
 )  # fmt: skip
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
+TOKENIZER_FILES = (
+    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model",
+    "spiece.model",
+)  # fmt: skip
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -49,7 +52,7 @@ def fingerprint_of(
         "dense": [file_sha256(path) for folder in dense for path in weight_files(folder)],
         "tokenizer": {
             name: file_sha256(transformer / name)
-            for name in _TOKENIZER_FILES
+            for name in TOKENIZER_FILES
             if (transformer / name).is_file()
         },
     }

@@ -36,6 +36,7 @@ from schemas.requests import (
 from .artifacts import ModelLoadError, ModelSpec
 from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from .checks import check_request
+from .fingerprint import TOKENIZER_FILES
 from .template import Template, learn_template
 
 EmptyPolicy = Literal["error", "embed"]
@@ -315,6 +316,9 @@ def load_encoder(
     """
     from transformers import AutoTokenizer
 
+    if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
+        # transformers would build an empty tokenizer for some model types, without a word.
+        raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
     try:
         outer = AutoTokenizer.from_pretrained(
             str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code
