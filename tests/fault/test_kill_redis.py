@@ -1,0 +1,157 @@
+"""SIGKILL and SIGTERM of a real service process on a real Redis or Valkey server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import redis.asyncio as aioredis
+
+from schemas.codec import decode_reply
+from schemas.results import FailureReply, Reply
+from tests.support.fakes import fake_ids, fake_vector
+from tests.support.processes import service_process
+from tests.support.servers import ServerInfo, redis_ladder, unique
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+
+CLAIM = "claim_idle_ms=1500&claim_interval_ms=200&block_ms=200"
+
+
+@pytest.fixture(scope="module")
+def redis_info() -> Iterator[ServerInfo]:
+    yield from redis_ladder()
+
+
+class Bench:
+    """One request stream, one reply stream, one client."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.client: Any = aioredis.Redis.from_url(f"redis://{address}", protocol=2)
+        self.stream, self.replies = unique("embedstream.in"), unique("embedstream.out")
+
+    def config(self, **more: Any) -> dict[str, Any]:
+        source = f"redis://{self.address}/{self.stream}?group=g&{CLAIM}"
+        return {"routes": [{"name": "r", "source": source, "lane": "bulk"}], **more}
+
+    async def send(self, records: dict[str, Any]) -> None:
+        pipeline = self.client.pipeline(transaction=False)
+        for request_id, record in records.items():
+            body = msgpack.packb({"id": request_id, **record})
+            pipeline.xadd(self.stream, {"data": body, "reply-to": f"stream:{self.replies}"})
+        await pipeline.execute()
+
+    async def collect(
+        self, wanted: set[str], seen: Counter[str], kept: dict[str, Reply], after: bytes = b"0"
+    ) -> bytes:
+        """Read replies until every wanted id has one; returns the last entry id read."""
+        while not wanted <= set(seen):
+            after = await self.read(seen, kept, after)
+        return after
+
+    async def read(self, seen: Counter[str], kept: dict[str, Reply], after: bytes) -> bytes:
+        for _, entries in await self.client.xread({self.replies: after}, count=500, block=300):
+            for entry_id, fields in entries:
+                after = entry_id
+                reply = decode_reply(fields[b"data"], {"content-type": fields[b"content-type"]})
+                assert isinstance(reply, Reply), reply
+                seen[reply.id] += 1
+                first = kept.setdefault(reply.id, reply)
+                assert first.items == reply.items, "answered twice, differently"
+        return after
+
+
+@pytest.fixture
+async def bench(redis_info: ServerInfo) -> AsyncIterator[Bench]:
+    one = Bench(redis_info.address)
+    yield one
+    await one.client.aclose()
+
+
+def requests(n: int) -> dict[str, Any]:
+    return {f"r{i}": {"input": f"text number{i} of{i % 7}"} for i in range(n)}
+
+
+async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
+    bench: Bench, redis_info: ServerInfo, tmp_path: Path
+) -> None:
+    """F04, F08, F15 (streams): SIGKILL in mid-work; a second process claims and answers; 0 lost."""
+    records = requests(1000)
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    config = bench.config(forward_s=0.02)
+    with service_process(config, tmp_path, "first") as first:
+        await bench.send(records)
+        after = b"0"
+        while len(seen) < 100:
+            after = await bench.read(seen, kept, after)
+        first.kill()
+    answered_before = len(seen)
+    with service_process(config, tmp_path, "second"):
+        await bench.collect(set(records), seen, kept, after)
+    assert answered_before < 1000
+    for request_id, record in records.items():
+        vector = np.frombuffer(kept[request_id].items[0].embedding or b"", "<f4")
+        np.testing.assert_array_equal(vector, fake_vector(fake_ids(record["input"])))
+    duplicates = sum(count - 1 for count in seen.values())
+    print(f"redis {redis_info.kind}: lost 0, duplicates {duplicates}, before {answered_before}")
+
+
+async def test_sigterm_drains_and_leaves_an_empty_stream(bench: Bench, tmp_path: Path) -> None:
+    """G01, F06: drained means answered, acknowledged and deleted."""
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    records = requests(300)
+    with service_process(bench.config(forward_s=0.01), tmp_path, "first") as service:
+        await bench.send(records)
+        after = b"0"
+        while len(seen) < 20:
+            after = await bench.read(seen, kept, after)
+        service.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(service.wait) == 0, service.log()
+    with service_process(bench.config(), tmp_path, "second"):
+        await bench.collect(set(records), seen, kept, after)
+        while await bench.client.xlen(bench.stream):
+            await asyncio.sleep(0.02)
+    assert set(seen.values()) == {1}
+    assert (await bench.client.xpending(bench.stream, "g"))["pending"] == 0
+
+
+async def test_rpc_replies_go_to_a_list_with_a_time_to_live(bench: Bench, tmp_path: Path) -> None:
+    """F11, F12: the default reply list expires, for results and for failures alike."""
+    with service_process(bench.config(), tmp_path):
+        for request_id, record, kind in (
+            ("good", {"input": "hello there"}, Reply),
+            ("bad", {"input": "x", "nonsense": 1}, FailureReply),
+        ):
+            one = f"{bench.stream}.{request_id}"
+            body = msgpack.packb({"id": one, **record})
+            await bench.client.xadd(bench.stream, {"data": body})
+            key = f"embedstream.reply.{one}"
+            while not await bench.client.exists(key):
+                await asyncio.sleep(0.005)
+            assert 0 < await bench.client.ttl(key) <= 300
+            _, element = await bench.client.blpop([key], timeout=10)
+            assert isinstance(decode_reply(element, {}), kind)
+
+
+async def test_a_request_must_not_write_to_arbitrary_keys(bench: Bench, tmp_path: Path) -> None:
+    """reply_to outside the allow-list is refused, and so is the request stream itself."""
+    with service_process(bench.config(), tmp_path):
+        for n, target in enumerate(("list:session:admin", f"stream:{bench.stream}", "list:")):
+            one = f"{bench.stream}.f{n}"
+            body = msgpack.packb({"id": one, "input": "x", "reply_to": target})
+            await bench.client.xadd(bench.stream, {"data": body})
+            _, element = await bench.client.blpop([f"embedstream.reply.{one}"], timeout=10)
+            reply = decode_reply(element, {})
+            assert isinstance(reply, FailureReply)
+            assert reply.error.code == "forbidden_destination"
+    assert not await bench.client.exists("session:admin")
