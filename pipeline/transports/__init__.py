@@ -63,6 +63,18 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
                 kafka_source, kafka_source.open, lambda: kafka_sink.open(kafka_source.facts)
             )
             return Transport(kafka_source, kafka_sink)
+        case RedisOptions():
+            from .redis_sink import RedisSink
+            from .redis_streams import RedisSource
+
+            redis_source = RedisSource(options, clock=clock, metrics=metrics)
+            redis_sink = RedisSink(options, metrics=metrics)
+            try:
+                await _open_both(redis_source, redis_source.open, redis_sink.open)
+            except BaseException:
+                await redis_sink.aclose()
+                raise
+            return Transport(redis_source, redis_sink)
         case InprocOptions():
             from .inproc import InprocSink, InprocSource, broker_for
 
@@ -70,7 +82,13 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
             inproc_source = InprocSource(broker, clock=clock, metrics=metrics)
             await inproc_source.open()
             return Transport(inproc_source, InprocSink(broker))
-    raise TypeError(f"no transport for {type(options).__name__}")
+        case FileOptions():
+            from .files import FileSink, FileSource
+
+            file_source = FileSource(options, clock=clock, metrics=metrics)
+            file_sink = FileSink(options, metrics=metrics)
+            await _open_both(file_source, file_source.open, file_sink.open)
+            return Transport(file_source, file_sink)
 
 
 async def _open_both(

@@ -1,0 +1,424 @@
+"""Requests from a Redis stream through a consumer group: leases, take-over, recovery.
+
+Who calls it: `pipeline.app` through `open_transport`; ingress receives from it.
+What must stay true: an entry leaves the group only by a settle (XACK and XDEL together); ours are
+renewed at half of `claim_idle_ms` while we live; what a dead consumer held is taken over; stream or
+group vanishing (FLUSHALL, restart without data) is repaired within one cycle and counted; nothing
+relies on BLOCK ending in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from actors.ports import (
+    Clock,
+    Deadline,
+    Delivery,
+    Metrics,
+    NoMetrics,
+    SourceStatus,
+    SystemClock,
+)
+
+from . import names
+from .intake import HandOff, HeldDelivery, Redelivery
+from .leases import Leases
+from .options import RedisOptions
+from .redis_clients import (
+    ServerFacts,
+    close_client,
+    create_group,
+    is_nogroup,
+    make_client,
+    survey,
+)
+from .redis_group import Entry, GroupCommands
+
+log = structlog.get_logger(__name__)
+
+_RETRY_FIRST_S = 0.1
+_RETRY_LONGEST_S = 2.0
+_SETTLE_BATCH = 500
+_CLAIM_BATCH = 100
+_CLEAN_EVERY_CLAIMS = 12
+_DEAD_AFTER_IDLES = 10
+"""A consumer without pending entries is removed once idle for this many `claim_idle_ms`."""
+_TROUBLE = (RedisError, OSError, TimeoutError)
+
+
+class RedisSource:
+    """`actors.ports.Source` over one stream and one consumer group."""
+
+    def __init__(
+        self,
+        options: RedisOptions,
+        *,
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._options = options
+        self._clock = clock or SystemClock()
+        self._metrics = metrics or NoMetrics()
+        self.consumer = options.consumer or (
+            f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        )
+        self._reader = make_client(options, connections=1)
+        self._client = make_client(options, connections=2)
+        self._commands = GroupCommands(self._client, options, self.consumer)
+        self._reads = GroupCommands(self._reader, options, self.consumer)
+        self._hand_off = HandOff(options.max_receive)
+        self._redelivery = Redelivery(
+            options.release_backoff_ms / 1000, options.release_backoff_max_ms / 1000
+        )
+        self._leases = Leases(options.claim_idle_ms / 1000)
+        self._held: dict[str, HeldDelivery] = {}
+        self._held_bytes = 0
+        self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
+        self._replay_from: str | None = "0"  # our own pending entries come before new ones
+        self._claim_cursor = "0-0"
+        self._wake = asyncio.Event()
+        self._tick = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._run_ended = asyncio.Event()
+        self._run_ended.set()
+        self._fault = "not open"
+        self.facts: ServerFacts | None = None
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self.facts is None:
+            self.facts = await survey(self._client, self._options)
+            self._fault = ""
+
+    async def run(self) -> None:
+        self._run_ended.clear()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._read_forever()),
+                    group.create_task(self._keep_house()),
+                ]
+                await self._closing.wait()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._run_ended.set()
+
+    async def receive(self) -> list[Delivery]:
+        return await self._hand_off.take()
+
+    def pause(self) -> None:
+        self._hand_off.pause()
+
+    def resume(self) -> None:
+        self._hand_off.resume()
+        self._wake.set()
+
+    def stop_intake(self) -> None:
+        for delivery in [*self._hand_off.close(), *self._redelivery.clear()]:
+            self._let_go(_id(delivery))  # the lease is given away in `aclose`, or runs out
+        self._wake.set()
+
+    async def flush(self, deadline: Deadline) -> None:
+        while self._settled and not deadline.expired:
+            try:
+                async with asyncio.timeout(deadline.remaining_s()):
+                    await self._settle_batch()
+            except _TROUBLE as error:
+                if isinstance(error, RedisError) and is_nogroup(error):
+                    self._settled.clear()  # nothing is left that could be delivered again
+                else:
+                    await asyncio.sleep(min(_RETRY_FIRST_S, deadline.remaining_s()))
+        if self._settled:
+            log.warning("redis_flush_incomplete", entries=len(self._settled))
+
+    async def aclose(self) -> None:
+        self.stop_intake()
+        self._closing.set()
+        bound_s = self._options.close_timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(bound_s):
+                await self._run_ended.wait()
+        try:
+            async with asyncio.timeout(bound_s):
+                if self.facts is not None:
+                    while self._settled:
+                        await self._settle_batch()
+                    await self._commands.leave()
+        except _TROUBLE as error:
+            log.warning("redis_leave_failed", error=type(error).__name__)
+        self._fault = "closed"
+        await close_client(self._reader, bound_s)
+        await close_client(self._client, bound_s)
+
+    def status(self) -> SourceStatus:
+        buffered = len(self._hand_off)
+        in_flight = len(self._held) - buffered - len(self._redelivery)
+        return SourceStatus(
+            not self._fault, self._fault, in_flight=max(0, in_flight), buffered=buffered
+        )
+
+    # --- outcomes -------------------------------------------------------------------------------
+
+    def on_settle(self, delivery: HeldDelivery) -> None:
+        entry = _id(delivery)
+        self._let_go(entry)
+        # Even when the lease was lost: the reply is out, nobody needs to do it again.
+        self._settled[entry] = None
+        self._tick.set()
+        self._wake.set()
+
+    def on_release(self, delivery: HeldDelivery, reason: str) -> None:
+        if _id(delivery) not in self._held:
+            return
+        self._metrics.count("source_released_total", transport="redis")
+        if self._hand_off.closed:
+            self._let_go(_id(delivery))
+        else:
+            self._redelivery.add(delivery, self._clock.monotonic())
+        self._tick.set()
+
+    def _let_go(self, entry: str) -> None:
+        self._leases.drop(entry)
+        delivery = self._held.pop(entry, None)
+        if delivery is not None:
+            self._held_bytes -= delivery.size_bytes
+
+    # --- reading --------------------------------------------------------------------------------
+
+    async def _read_forever(self) -> None:
+        backoff_s = _RETRY_FIRST_S
+        while not self._closing.is_set():
+            try:
+                await self._read_once()
+            except _TROUBLE as error:
+                if isinstance(error, RedisError) and is_nogroup(error):
+                    await self._repair_group()
+                    continue
+                # An answer may have been lost on the way: its entries are ours and not in our hands.
+                self._replay_from = "0"
+                self._report_fault(error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(backoff_s):
+                        await self._closing.wait()
+                backoff_s = min(_RETRY_LONGEST_S, backoff_s * 2)
+            else:
+                backoff_s = _RETRY_FIRST_S
+                if self._fault:
+                    log.info("redis_connection", connected=True, address=self._options.address)
+                    self._fault = ""
+
+    def _report_fault(self, error: BaseException) -> None:
+        if not self._fault:
+            log.warning(
+                "redis_connection",
+                connected=False,
+                address=self._options.address,
+                error=type(error).__name__,
+            )
+            self._metrics.count("source_reconnects_total", transport="redis")
+        self._fault = f"Redis at {self._options.address}: {type(error).__name__}"
+
+    async def _read_once(self) -> None:
+        self._wake.clear()
+        room = self._room()
+        if not room:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.block_ms / 1000):
+                    await self._wake.wait()
+            return
+        if self._replay_from is not None:
+            await self._replay(room)
+            return
+        entries = await self._reads.read_new(room)
+        self._hand_out([(entry, 1) for entry in entries])
+
+    async def _replay(self, room: int) -> None:
+        """Entries that are pending for us and not in our hands, oldest first, a page at a time."""
+        assert self._replay_from is not None
+        page = await self._reads.read_pending(self._replay_from, room)
+        if not page:
+            self._replay_from = None
+            return
+        self._replay_from = page[-1].id
+        lost = [e for e in page if e.id not in self._held and e.id not in self._settled]
+        counts = await self._commands.delivery_counts([entry.id for entry in lost])
+        self._take_over(lost, counts)
+
+    def _room(self) -> int:
+        if self._hand_off.paused or self._hand_off.closed:
+            return 0
+        if self._held_bytes >= self._options.max_in_flight_bytes:
+            return 0
+        room = self._options.max_in_flight - len(self._held) - len(self._settled)
+        return max(0, min(room, self._options.max_receive))
+
+    def _take_over(self, entries: list[Entry], counts: dict[str, int]) -> None:
+        """Hand out pending entries; those deleted from the stream only need their XACK."""
+        for entry in entries:
+            if entry.fields is None:
+                self._settled[entry.id] = None
+                self._tick.set()
+        fresh = [e for e in entries if e.fields is not None and e.id in counts]
+        self._hand_out([(entry, counts[entry.id]) for entry in fresh])
+
+    def _hand_out(self, entries: list[tuple[Entry, int]]) -> None:
+        if not entries:
+            return
+        now = self._clock.monotonic()
+        deliveries = []
+        for entry, attempt in entries:
+            if entry.id in self._held:
+                continue  # the other loop took it over while we waited for its count
+            fields = dict(entry.fields or {})
+            body = fields.pop(names.REDIS_DATA_FIELD, b"")
+            delivery = HeldDelivery(
+                self,
+                entry.id,
+                body=body,
+                headers=fields,
+                key=None,
+                default_id=entry.id,
+                received_at=now,
+                origin={"transport": "redis", "stream": self._options.stream, "id": entry.id},
+                attempt=attempt,
+            )
+            self._held[entry.id] = delivery
+            self._held_bytes += delivery.size_bytes
+            deliveries.append(delivery)
+        self._leases.hold([_id(delivery) for delivery in deliveries], now)
+        self._metrics.count("source_records_total", len(deliveries), transport="redis")
+        self._hand_off.put(deliveries)
+        if self._hand_off.closed:  # they came while intake was being stopped
+            for delivery in deliveries:
+                self._let_go(_id(delivery))
+
+    async def _repair_group(self) -> None:
+        """Make stream and group again. From `0`: what was added since must not be skipped."""
+        try:
+            made = await create_group(self._client, self._options, "0")
+        except _TROUBLE as error:
+            self._report_fault(error)
+            return
+        self._replay_from = "0"
+        if made:
+            log.warning("redis_group_recreated", stream=self._options.stream)
+            self._metrics.count("source_group_recreated_total", transport="redis")
+
+    # --- housekeeping ---------------------------------------------------------------------------
+
+    async def _keep_house(self) -> None:
+        interval_s = self._options.claim_interval_ms / 1000
+        next_claim = self._clock.monotonic()
+        claims = 0
+        backoff_s = _RETRY_FIRST_S
+        while True:
+            self._tick.clear()
+            try:
+                await self._redeliver()
+                await self._settle_batch()
+                await self._renew()
+                if self._clock.monotonic() >= next_claim:
+                    next_claim = self._clock.monotonic() + interval_s
+                    claims += 1
+                    await self._claim()
+                    if claims % _CLEAN_EVERY_CLAIMS == 0:
+                        await self._remove_dead_consumers()
+            except _TROUBLE as error:
+                if isinstance(error, RedisError) and is_nogroup(error):
+                    await self._repair_group()
+                else:
+                    self._report_fault(error)
+                    self._replay_from = "0"
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(_RETRY_LONGEST_S, backoff_s * 2)
+                continue
+            backoff_s = _RETRY_FIRST_S
+            await self._rest(next_claim)
+
+    async def _rest(self, next_claim: float) -> None:
+        """Until a settle or release comes, or the next lease, redelivery or claim is due."""
+        if self._settled:
+            return
+        dues = [next_claim, self._leases.next_due(), self._redelivery.next_due()]
+        due = min(at for at in dues if at is not None)
+        try:
+            async with asyncio.timeout(max(0.0, due - self._clock.monotonic())):
+                await self._tick.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(self._options.settle_interval_ms / 1000)  # let settles gather
+
+    async def _settle_batch(self) -> None:
+        batch = list(self._settled)[:_SETTLE_BATCH]
+        if not batch:
+            return
+        await self._commands.settle(batch)
+        for entry in batch:
+            self._settled.pop(entry, None)
+        self._wake.set()
+
+    async def _redeliver(self) -> None:
+        released = self._redelivery.pop_due(self._clock.monotonic())
+        again = [d.again(self._clock.monotonic()) for d in released if _id(d) in self._held]
+        if not again:
+            return
+        for delivery in again:
+            self._held[_id(delivery)] = delivery
+        self._hand_off.put(again)
+        # Kept on the server too, so that attempts survive our death.
+        await self._commands.set_counts({_id(d): d.attempt for d in again})
+
+    async def _renew(self) -> None:
+        now = self._clock.monotonic()
+        overdue = set(self._leases.overdue(now))
+        if overdue:
+            # We were stalled: another consumer may hold them by now, and must not be robbed.
+            owned = await self._commands.owned(sorted(overdue))
+            for entry in overdue - owned:
+                self._leases.drop(entry)
+                self._metrics.count("source_leases_lost_total", transport="redis")
+                log.warning("redis_lease_lost", stream=self._options.stream, id=entry)
+        while due := self._leases.due(now, _SETTLE_BATCH):
+            renewed = await self._commands.renew(due)
+            self._leases.hold([entry for entry in due if entry in renewed], now)
+            for entry in due:
+                if entry not in renewed:  # settled by somebody else, or the stream is gone
+                    self._leases.drop(entry)
+
+    async def _claim(self) -> None:
+        """Take over what its owner has not renewed for `claim_idle_ms`."""
+        room = min(self._room(), _CLAIM_BATCH)
+        if not room:
+            return
+        self._claim_cursor, entries = await self._commands.claim_idle(self._claim_cursor, room)
+        lost = [e for e in entries if e.id not in self._held and e.id not in self._settled]
+        if not lost:
+            return
+        counts = await self._commands.delivery_counts([entry.id for entry in lost])
+        self._metrics.count("source_claimed_total", len(lost), transport="redis")
+        log.info("redis_claimed", stream=self._options.stream, entries=len(lost))
+        self._take_over(lost, counts)
+
+    async def _remove_dead_consumers(self) -> None:
+        idle_ms = max(_DEAD_AFTER_IDLES * self._options.claim_idle_ms, 3 * self._options.block_ms)
+        removed, left = await self._commands.remove_dead_consumers(idle_ms)
+        self._metrics.gauge("source_group_consumers", left, transport="redis")
+        if removed:
+            log.info("redis_consumers_removed", removed=removed, left=left)
+
+
+def _id(delivery: HeldDelivery) -> str:
+    entry: Any = delivery.token
+    assert isinstance(entry, str)
+    return entry
