@@ -233,11 +233,14 @@ def _calls(
     if left >= length - 1 and (kind.causal or right >= length - 1):
         return (Call(0, length, 0, length, None, kind.causal and length > 1),)
     calls = []
+    masks: dict[tuple[int, int, int], torch.Tensor] = {}  # blocks inside the item look alike
     for q0 in range(0, length, WINDOW_ROWS):
         q1 = min(q0 + WINDOW_ROWS, length)
-        bare = Call(q0, q1, max(0, q0 - left), min(length, q1 + right), None, False)
-        mask = band_mask(bare, kind, dtype, device)
-        calls.append(Call(bare.q0, bare.q1, bare.k0, bare.k1, mask, False))
+        k0, k1 = max(0, q0 - left), min(length, q1 + right)
+        shape = (q1 - q0, k0 - q0, k1 - q0)
+        if shape not in masks:
+            masks[shape] = band_mask(Call(q0, q1, k0, k1, None, False), kind, dtype, device)
+        calls.append(Call(q0, q1, k0, k1, masks[shape], False))
     return tuple(calls)
 
 

@@ -8,6 +8,8 @@ from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpu.attention import (
     FlashInferBackend,
@@ -180,11 +182,13 @@ def test_equal_lengths_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_cost_length_times_window() -> None:
-    """The masks of a long windowed item stay far below length x length."""
+    """A long windowed item is never computed, nor masked, as length x length."""
     layer = kind(window_left=64, window_right=64)
     plan = SdpaBackend().plan(layout_of((8192,), CPU), layer, torch.float32)
-    cells = sum(c.mask.numel() for _, _, _, calls in plan.runs for c in calls if c.mask is not None)
-    assert cells <= 8192 * (WINDOW_ROWS + 128)
+    ((_, _, _, calls),) = plan.runs
+    assert sum((c.q1 - c.q0) * (c.k1 - c.k0) for c in calls) <= 8192 * (WINDOW_ROWS + 128)
+    masks = {id(c.mask): c.mask for c in calls if c.mask is not None}
+    assert sum(mask.numel() for mask in masks.values()) <= 3 * WINDOW_ROWS * (WINDOW_ROWS + 128)
 
 
 def test_window_that_reaches_everything_needs_no_mask() -> None:
@@ -469,3 +473,32 @@ class TestLayout:
     def test_items_fill_their_sequence(self) -> None:
         with pytest.raises(AssertionError, match="fill their sequence"):
             PackLayout.of([0, *accumulate((4,))], CPU, MultiItem((2,), ((1,),)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    name=st.sampled_from(sorted(KINDS)),
+    data=st.data(),
+)
+def test_any_pack(lengths: list[int], name: str, data: st.DataObject) -> None:
+    """A06: any lengths, empty ones too: right by the reference, and each item as alone, to the bit."""
+    layer = KINDS[name]
+    backend = SdpaBackend()
+    layout = layout_of(tuple(lengths), CPU)
+    q, k, v = qkv(layer, layout.total_tokens, seed=data.draw(st.integers(0, 99)))
+    bias = None
+    if layer.bias:
+        source = torch.Generator().manual_seed(1)
+        # Larger than any pack here: a bias of exactly the pack's size would be read per item.
+        bias = torch.randn(1, layer.n_heads, 321, 321, generator=source)
+    out = backend.run(q, k, v, backend.plan(layout, layer, torch.float32), bias)
+    want = reference(layer, layout, q, k, v, bias)
+    assert torch.allclose(out.double(), want, rtol=0, atol=1e-5)
+    picked = data.draw(st.integers(0, len(lengths) - 1))
+    rows = slice(layout.cu_seqlens[picked], layout.cu_seqlens[picked + 1])
+    alone = layout_of((lengths[picked],), CPU)
+    plan = backend.plan(alone, layer, torch.float32)
+    assert torch.equal(
+        backend.run(q[rows].clone(), k[rows].clone(), v[rows].clone(), plan, bias), out[rows]
+    )
