@@ -179,11 +179,8 @@ class ModelExecutor:
                 if not job.future.set_running_or_notify_cancel():
                     continue
                 self._execute(job)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told through health and every future
             told = f"an executor thread ended: {type(error).__name__}"
-            if isinstance(error, Exception):
-                return  # told through health and every future; a traceback helps nobody here
-            raise
         finally:
             if not self._closing:
                 self._latch(told)
