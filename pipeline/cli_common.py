@@ -1,0 +1,192 @@
+"""What every command shares: settings from flags, one-line errors, progress on stderr.
+
+Who calls it: the rooms `pipeline.cli_*`.
+What must stay true: results go to stdout, everything else to stderr; no colour and no progress when
+stderr is no terminal; imports stay light (no torch, no broker client).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pipeline.lifecycle import ExitStatus, OperatorError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeline.models import Progress
+    from pipeline.settings import Settings
+
+T = TypeVar("T")
+
+
+class State:
+    """Set once by `pipeline.cli.main`."""
+
+    debug = False
+
+
+def say(line: str) -> None:
+    """One line for the person at the terminal."""
+    sys.stderr.write(line + "\n")
+
+
+def note_error(message: str) -> None:
+    """The one form in which commands report failure, one line per problem."""
+    from pipeline.redact import redact
+
+    for line in message.splitlines() or [""]:
+        say(f"embedstream: {redact(line)}")
+
+
+def usage_error(message: str) -> OperatorError:
+    """A wrong argument; exit status 2."""
+    return OperatorError(message, exit_status=ExitStatus.USAGE)
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """`--set table.key=value`, in order; later ones win."""
+    overrides: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise usage_error(f"--set {pair!r} is no assignment: write --set batching.linger_ms=2")
+        overrides[key.strip()] = value
+    return overrides
+
+
+def load_settings(
+    config: Path | None,
+    pairs: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    demo_models: bool = True,
+) -> Settings:
+    """Settings of a command: file, environment, flags, then --set. Raises `SettingsError`."""
+    import os
+
+    from pipeline.settings import load
+
+    overrides: dict[str, Any] = {k: v for k, v in (flags or {}).items() if v is not None}
+    overrides.update(parse_overrides(pairs))
+    pool = None
+    if demo_models:
+        from pipeline.local_up import demo_models as packaged_pool
+
+        pool = packaged_pool()
+    return load(overrides, os.environ, config, default_models=pool)
+
+
+def configure_one_off_logging() -> None:
+    """One-off commands are quiet: warnings only, unless --debug."""
+    import logging
+
+    from pipeline.telemetry_logs import configure_logging
+
+    # What a library logs about a failure, our one line says with the remedy.
+    foreign = logging.WARNING if State.debug else logging.CRITICAL
+    configure_logging("debug" if State.debug else "warning", "console", foreign_level=foreign)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run one coroutine to its end; Ctrl-C cancels it and is raised as KeyboardInterrupt."""
+    return asyncio.run(work, debug=False)
+
+
+def console() -> Console:
+    """Rich on stderr; plain text when stderr is no terminal."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def out_console() -> Console:
+    """Rich on stdout, for tables. Wide enough not to cut columns when stdout is no terminal."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 160
+    return Console(highlight=False, width=width, soft_wrap=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner while something takes its time."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console().status(what):
+        yield
+
+
+@contextmanager
+def byte_progress() -> Iterator[Progress]:
+    """A bar for downloads and conversions, as `pipeline.models` reports them."""
+    if not sys.stderr.isatty():
+        told: set[str] = set()
+
+        def tell(stage: str, done: int, total: int) -> None:
+            if stage not in told:
+                told.add(stage)
+                say(stage)
+
+        yield tell
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(), transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total or None)
+            progress.update(tasks[stage], completed=done, total=total or None)
+
+        yield show
+
+
+class ItemProgress:
+    """A bar over requests or items of unknown or known number, from the second second on."""
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> ItemProgress:
+        if sys.stderr.isatty():
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._progress = Progress(
+                TextColumn(self._what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                console=console(), transient=True,
+            )  # fmt: skip
+            self._progress.start()
+            self._task = self._progress.add_task(self._what, total=self._total)
+        return self
+
+    def advance(self, n: int = 1) -> None:
+        """`n` more are done."""
+        if self._progress is not None:
+            self._progress.advance(self._task, n)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,152 @@
+"""`serve`, `up` and `demo`: the commands that run a whole service.
+
+Who calls it: `pipeline.cli`.
+What must stay true: logging is configured before anything logs; signals are watched from the first
+moment of the loop; a forced stop leaves the process at once, whatever threads still do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cli_common import (
+    State,
+    configure_one_off_logging,
+    load_settings,
+    run_async,
+    usage_error,
+)
+from pipeline.lifecycle import ExitStatus, StopSignal, watch_signals
+
+if TYPE_CHECKING:
+    from pipeline.settings import Settings
+
+_FORCED = (ExitStatus.FORCED_INT, ExitStatus.FORCED_TERM)
+
+
+def serve(
+    config: Path | None,
+    pairs: Sequence[str],
+    sources: Sequence[str],
+    models: Sequence[str],
+    flags: dict[str, Any],
+) -> int:
+    """Run the service until a signal; the exit status."""
+    flags = {**flags, **_routes(sources), **_models(models)}
+    settings = load_settings(config, pairs, flags)
+    if not settings.routes:
+        raise usage_error(
+            "there is no route to serve: add [[routes]] to the file of --config, or pass "
+            "--source redis://localhost:6379/embedstream.requests"
+        )
+    _configure_logging(settings)
+    status = run_async(_serve(settings))
+    leave_if_forced(status)
+    return status
+
+
+def _configure_logging(settings: Settings) -> None:
+    from pipeline.telemetry import configure_logging
+
+    configure_logging("debug" if State.debug else settings.log.level, settings.log.format)
+
+
+def leave_if_forced(status: int) -> None:
+    """After a second signal: end the process without waiting for threads that sit in native code."""
+    if status in _FORCED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+async def _serve(settings: Settings) -> ExitStatus:
+    import structlog
+
+    from pipeline.app import App
+    from pipeline.settings import redacted
+    from pipeline.telemetry import PrometheusMetrics
+
+    log = structlog.get_logger(__name__)
+    stop = StopSignal(settings.lifecycle.drain_budget_s)
+
+    def on_action(action: str, signum: int) -> None:
+        log.info("signal", action=action, signum=signum)
+
+    with watch_signals(stop, on_action=on_action):
+        log.info("starting", settings=redacted(settings))
+        app = App(settings, metrics=PrometheusMetrics(), serve_health=True)
+        return await app.run(stop)
+
+
+def _routes(sources: Sequence[str]) -> dict[str, str]:
+    """--source URL becomes a route named after its transport: redis, redis-2, kafka."""
+    flags: dict[str, str] = {}
+    for source in sources:
+        scheme = source.split(":", 1)[0].replace("rediss", "redis") or "route"
+        name, number = ("stdin" if source == "-" else scheme), 1
+        while f"routes.{name}.source" in flags:
+            number += 1
+            name = f"{scheme}-{number}"
+        flags[f"routes.{name}.source"] = source
+    return flags
+
+
+def _models(models: Sequence[str]) -> dict[str, str]:
+    """--model NAME|DIR becomes a model named after the last part of its path."""
+    flags: dict[str, str] = {}
+    for model in models:
+        name = Path(model).name or model
+        # a dot would nest; the name is what requests say
+        key = f"models.{name.replace('.', '-')}.path"
+        if key in flags:
+            raise usage_error(
+                f"two models are called {name}: name them in the file of --config instead"
+            )
+        flags[key] = model
+    return flags
+
+
+def up(
+    config: Path | None,
+    pairs: Sequence[str],
+    ports: dict[str, int],
+    kafka_home: Path | None,
+    ready_file: Path | None,
+    stop_with_parent: bool,
+) -> int:
+    """Brokers and service on this machine until a signal; the exit status."""
+    for name, port in ports.items():
+        if not 0 <= port <= 65_535:
+            raise usage_error(f"--{name.replace('_', '-')} {port} is no port: give 0 to 65535")
+    settings = load_settings(config, pairs)
+    configure_one_off_logging()
+    from pipeline.local_up import UpOptions, run_up
+    from pipeline.telemetry import PrometheusMetrics
+
+    options = UpOptions(
+        **ports,
+        kafka_home=kafka_home,
+        ready_file=ready_file,
+        stop_with_parent=stop_with_parent,
+    )
+    status = run_async(run_up(options, settings=settings, metrics=PrometheusMetrics()))
+    leave_if_forced(status)
+    return status
+
+
+def demo(documents: int, in_process: bool, no_prompt: bool) -> int:
+    """The demo; the exit status."""
+    configure_one_off_logging()
+    from pipeline.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        documents=documents,
+        in_process=in_process,
+        prompt=False if no_prompt else None,
+        has_kafka=bool(os.environ.get("KAFKA_HOME")),
+    )
+    return run_async(run_demo(options))
