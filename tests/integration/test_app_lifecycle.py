@@ -42,7 +42,7 @@ class Rig:
         self.metrics = RecordingMetrics()
         self.stop = StopSignal(settings.pop("drain_budget_s", 20.0))
         self.app = App(
-            Settings(routes=(ROUTE,), **settings),
+            Settings(routes=(ROUTE,), **{"health": HealthSettings(port=0), **settings}),
             metrics=self.metrics,
             transports={
                 "one": Transport(InprocSource(self.broker), InprocSink(self.broker)),
