@@ -85,10 +85,31 @@ METRICS: tuple[MetricSpec, ...] = (
     # what left
     _histogram("publish_seconds", "Publish to the broker's acknowledgement.", SECONDS),
     _counter("publish_retries_total", "Publishes that were tried again."),
-    _counter("commit_failures_total", "Commits or acknowledgements the broker refused."),
-    # transports
+    # transports: sources
     _counter("source_records_total", "Records handed out by a source.", "transport"),
     _counter("source_released_total", "Deliveries handed back.", "transport"),
+    _counter(
+        "source_dropped_total",
+        "Deliveries lost to another member at a rebalance; that member repeats them.",
+        "transport",
+    ),
+    _counter("source_commit_failures_total", "Commits that the broker refused.", "transport"),
+    _counter("source_reconnects_total", "Times a source connected anew.", "transport"),
+    _counter("source_claimed_total", "Entries taken over from a silent member.", "transport"),
+    _counter("source_leases_lost_total", "Entries another member took from us.", "transport"),
+    _counter("source_group_recreated_total", "Groups that had to be made again.", "transport"),
+    _gauge("source_connected", "1 while the source reaches its broker.", "transport"),
+    _gauge("source_partitions", "Partitions assigned to this process.", "transport"),
+    _gauge("source_group_consumers", "Members of the group.", "transport"),
+    _gauge("source_lag_records", "End minus commit watermark.", "topic", "partition"),
+    _gauge(
+        "source_oldest_unsettled_offset", "Commit watermark of a partition.", "topic", "partition"
+    ),
+    # transports: sinks
+    _counter("sink_records_total", "Records the broker acknowledged.", "transport"),
+    _counter("sink_dead_letters_total", "Dead letters a file sink wrote or counted.", "transport"),
+    _counter("sink_reconnects_total", "Times a sink connected anew.", "transport"),
+    _counter("sink_out_of_memory_total", "Writes refused by a full Redis.", "transport"),
     # the process
     _histogram("loop_lag_seconds", "How late the event loop was.", LAG_SECONDS),
     _counter("actor_restarts_total", "Actors that crashed and were started again.", "actor"),
