@@ -62,17 +62,13 @@ class Corpus:
 
 
 FOLDOC_QUESTIONS = (
+    Question("how does a computer find the address for a host name", "Domain Name System"),
     Question("two processes wait for each other and neither can go on", "deadlock"),
-    Question(
-        "How is memory that a program no longer uses reclaimed by itself?", "garbage collection"
-    ),
-    Question("Which structure finds an item quickly from its key?", "hash coding"),
-    Question(
-        "How can parts of one message take different ways through a network?", "packet switching"
-    ),
+    Question("How is memory that a program no longer uses reclaimed?", "garbage collection"),
+    Question("How can I encrypt without sharing a secret key first?", "public-key encryption"),
     Question("Which sorting algorithm divides the list around one element?", "Quicksort"),
-    Question("Why does a disk get slower when files lie scattered in pieces?", "fragmentation"),
-    Question("What does a compiler do that an interpreter does not?", "compiler"),
+    Question("pretending that there is more memory than is installed", "virtual memory"),
+    Question("a function that calls itself", "recursion"),
 )
 PYTHON_QUESTIONS = (
     Question("How do I count how often each element occurs?", "collections.Counter"),

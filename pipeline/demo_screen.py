@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -82,15 +84,17 @@ def spinner(console: Console) -> Progress:
 
 def show_hits(console: Console, question: str, hits: Sequence[Hit], milliseconds: float) -> None:
     """The best hits of a question in the reranker's order, with the place each had by vector."""
-    table = Table(title=f"{question}   ({milliseconds:.0f} ms)", title_justify="left", expand=False)
+    console.print(f"\n[bold]{escape(question)}[/bold]   [dim]{milliseconds:.0f} ms[/dim]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("#", justify="right")
     table.add_column("document", max_width=60, no_wrap=True)
-    table.add_column("rerank score", justify="right")
+    table.add_column("rerank", justify="right")
     table.add_column("cosine", justify="right")
-    table.add_column("was", justify="right")
+    table.add_column("vector #", justify="right")
     for rank, hit in enumerate(hits, 1):
-        moved = "" if hit.vector_rank == rank else f"{hit.vector_rank}"
-        table.add_row(str(rank), hit.title, f"{hit.score:.4f}", f"{hit.cosine:.3f}", moved)
+        place = f"[bold]{hit.vector_rank}[/bold]" if hit.vector_rank != rank else str(rank)
+        score, cosine = f"{hit.score:.4f}", f"{hit.cosine:.3f}"
+        table.add_row(str(rank), escape(hit.title), score, cosine, place)
     console.print(table)
 
 
