@@ -7,12 +7,20 @@ type raises a typed error with its path; vectors end as little-endian bytes in t
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import msgspec
 
 from ._record import sniff
-from .errors import ContentType, EmbedstreamError, InvalidRequest, TooDeep, UndecodableRecord
+from .errors import (
+    ContentType,
+    EmbedstreamError,
+    InvalidRequest,
+    NonFinite,
+    TooDeep,
+    UndecodableRecord,
+)
 from .headers import JSON
 from .requests import DType, Task
 from .results import FailureReply, ItemReply, ModelRef, Reply, Sparse, Timings, Usage
@@ -112,8 +120,16 @@ def _results(wire: _Reply) -> Reply:
     )
 
 
+def _check_finite(item: _Item) -> None:
+    numbers = [*(item.scores or {}).values(), *(item.sparse.values if item.sparse else ())]
+    numbers += [x for x in (item.relevance_score, item.scale) if x is not None]
+    if not all(map(math.isfinite, numbers)):
+        raise NonFinite("a result is not finite", items=[item.index])
+
+
 def _item(item: _Item, dtype: DType, path: str) -> ItemReply:
     try:
+        _check_finite(item)
         return ItemReply(
             index=item.index,
             embedding=None if item.embedding is None else from_wire(item.embedding, dtype),
