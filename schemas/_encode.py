@@ -30,7 +30,9 @@ from .results import FailureReply, ItemReply, Reply, Sparse
 from .validation import clean_metadata, default_encoding
 from .vectors import single_floats_msgpack, to_base64, to_wire
 
-_DEFAULT_LIMITS: Final = Limits()
+# What a request was allowed to carry is the route's to say; on the way out only the readers' stack
+# counts.
+_WRITABLE: Final = Limits(max_depth=200)
 _MSGPACK: Final = msgspec.msgpack.Encoder()
 _JSON: Final = msgspec.json.Encoder()
 
@@ -263,7 +265,7 @@ def encode_reply(
     else:
         wire = reply_to_wire(reply, content_type, checked_encoding(content_type, encoding))
     if reply.metadata is not None:
-        wire["metadata"] = metadata_to_wire(reply.metadata, content_type, _DEFAULT_LIMITS)
+        wire["metadata"] = metadata_to_wire(reply.metadata, content_type)
     return dump(wire, content_type)
 
 
@@ -278,11 +280,9 @@ def checked_encoding(content_type: ContentType, encoding: Encoding | None) -> En
     return encoding
 
 
-def metadata_to_wire(
-    metadata: dict[str, Any], content_type: ContentType, limits: Limits
-) -> dict[str, Any]:
+def metadata_to_wire(metadata: dict[str, Any], content_type: ContentType) -> dict[str, Any]:
     """Metadata as it may be written. Raises for what no record, or JSON alone, cannot carry."""
-    cleaned = clean_metadata(metadata, limits)
+    cleaned = clean_metadata(metadata, _WRITABLE)
     if content_type == JSON:
         check_json_metadata(cleaned)
     return cleaned

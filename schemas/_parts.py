@@ -63,7 +63,7 @@ def split_reply(
         raise RecordTooLarge(
             "the reply does not fit one record even without results; send less metadata",
             limit=max_body_bytes,
-            given=envelope_bytes,
+            given=envelope_bytes + _LIST_HEADER_BYTES,
         )
     items, sizes = [], []
     for item in reply.items:

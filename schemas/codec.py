@@ -143,9 +143,7 @@ def _attach(
                 error.reply_to = value
 
 
-def encode_request(
-    request: AnyRequest | CancelRequest, *, limits: Limits = _DEFAULT_LIMITS
-) -> tuple[bytes, dict[str, bytes]]:
+def encode_request(request: AnyRequest | CancelRequest) -> tuple[bytes, dict[str, bytes]]:
     """The record of a request, in `request.content_type`, and its headers.
 
     The body says everything; the headers repeat what lets a service answer a record that it cannot
@@ -171,7 +169,7 @@ def encode_request(
         )
     wire = request_to_wire(request)
     if request.metadata is not None:
-        wire["metadata"] = metadata_to_wire(request.metadata, request.content_type, limits)
+        wire["metadata"] = metadata_to_wire(request.metadata, request.content_type)
     body = dump(wire, request.content_type)
     headers = {
         CONTENT_TYPE: request.content_type.encode("ascii"),

@@ -146,6 +146,19 @@ def test_metadata_of_other_types_is_refused(value):
 
 
 @both
+def test_metadata_that_a_route_allowed_is_written_whatever_the_default_depth(content_type):
+    metadata: dict = {}
+    for _ in range(40):
+        metadata = {"a": metadata}
+    reply = reply_of(1, metadata=metadata)
+    assert decode_reply(encode_reply(reply, content_type=content_type)).metadata == metadata
+    for _ in range(3_000):
+        metadata = {"a": metadata}
+    with pytest.raises(TooDeep):
+        encode_reply(reply_of(1, metadata=metadata), content_type=content_type)
+
+
+@both
 def test_lone_surrogates_are_never_written(content_type):
     """B13: the same rule on the way out."""
     body = encode_reply(
