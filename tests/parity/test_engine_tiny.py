@@ -1,0 +1,126 @@
+"""Seeded tiny models of every family against sentence-transformers on the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu.batch import pack, scatter
+from gpu.loader import make_runner_factory
+from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
+from tests.support.models import FAMILY_NAMES, edit_json, write_model
+
+TEXTS = [
+    "hello world", "kafka", "the capital of china is beijing, a large river in blue",
+    "one two three four five " * 4, "What is a stream? A queue on a topic.", "x",
+]  # fmt: skip
+
+
+def vectors(runner: Any, texts: list[str], **fields: Any) -> np.ndarray:
+    request = EmbedRequest(id="r", input=tuple(Text(t) for t in texts), **fields)
+    encoded = runner.encoder.encode([request])[0]
+    batch = pack(encoded.items)
+    return np.stack([o.dense for o in scatter(batch, runner.forward(batch))])
+
+
+def reference(folder: Path, **kwargs: Any) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu", **kwargs)
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    """max abs 1e-5 and cosine >= 1 - 1e-6, in fp64."""
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    assert a.shape == b.shape
+    assert np.abs(a - b).max() <= 1e-5
+    cosine = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    assert cosine.min() >= 1 - 1e-6
+
+
+def fitting(texts: list[str], encoder: Any) -> list[str]:
+    """Texts that fit, so that both sides see the same tokens."""
+    return [t for t in texts if len(encoder._tokenizer.encode(t).ids) <= encoder.limit]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a10_a11_every_family_equals_sentence_transformers(
+    tmp_path: Path, family: str, pooling: str
+) -> None:
+    """A10, A11, A12: cosine, order and bytes of text to vector, through both tokenizers."""
+    folder = write_model(tmp_path / "m", family, pooling=pooling)
+    runner = make_runner_factory("m", folder)()
+    texts = fitting(TEXTS, runner.encoder)
+    assert len(texts) >= 4
+    close(vectors(runner, texts), reference(folder).encode(texts))
+
+
+def test_a10_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> None:
+    """A10, A13: Dense before Normalize; prompts by name; a prompt outside the mean."""
+    for include in (True, False):
+        folder = write_model(
+            tmp_path / f"m{include}", "bert", dense=12, include_prompt=include,
+            prompts={"query": "query: "},
+        )  # fmt: skip
+        runner, st = make_runner_factory("m", folder)(), reference(folder)
+        close(vectors(runner, TEXTS), st.encode(TEXTS))
+        close(vectors(runner, TEXTS, prompt_name="query"), st.encode(TEXTS, prompt_name="query"))
+
+
+def test_a08_matryoshka_equals_truncate_dim(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "bert")
+    runner = make_runner_factory("m", folder, matryoshka_dimensions=(8,))()
+    want = reference(folder, truncate_dim=8).encode(TEXTS, normalize_embeddings=True)
+    close(vectors(runner, TEXTS, dimensions=8), want)
+
+
+def test_b04_truncation_right_equals_sentence_transformers(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "bert", max_seq_length=16)
+    runner = make_runner_factory("m", folder)()
+    long = [t * 5 for t in TEXTS]
+    close(vectors(runner, long, truncate="right"), reference(folder).encode(long))
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "electra", "mpnet", "modernbert"])
+def test_a16_a17_a19_scores_equal_cross_encoder(tmp_path: Path, family: str) -> None:
+    """A16, A17, A19: default activation of CrossEncoder, once; segment ids; order kept."""
+    from sentence_transformers import CrossEncoder
+
+    folder = write_model(tmp_path / "m", family, labels=1)
+    runner = make_runner_factory("m", folder)()
+    documents = ["kafka topic", "the river", "beijing is the capital of china", "queue " * 9]
+    for raw in (False, True):
+        request = RerankRequest(
+            id="r",
+            query="capital of china",
+            documents=tuple(Document(d) for d in documents),
+            raw_scores=raw,
+        )
+        batch = pack(runner.encoder.encode([request])[0].items)
+        got = np.array([float(o.scores[0]) for o in scatter(batch, runner.forward(batch))])
+        import torch
+
+        model = CrossEncoder(str(folder), device="cpu")
+        activation = torch.nn.Identity() if raw else None
+        want = model.predict([(request.query, d) for d in documents], activation_fn=activation)
+        assert np.abs(got - want).max() <= 1e-5
+
+
+def test_a18_classify_equals_the_transformers_pipeline(tmp_path: Path) -> None:
+    from transformers import pipeline
+
+    folder = write_model(tmp_path / "m", "distilbert", labels=3)
+    edit_json(folder / "config.json", id2label={"0": "no", "1": "yes", "2": "maybe"})
+    runner = make_runner_factory("m", folder)()
+    request = ClassifyRequest(id="r", input=tuple(Text(t) for t in TEXTS))
+    batch = pack(runner.encoder.encode([request])[0].items)
+    got = [o.scores for o in scatter(batch, runner.forward(batch))]
+    classify = pipeline("text-classification", model=str(folder), top_k=None, device="cpu")
+    for scores, want in zip(got, classify(TEXTS), strict=True):
+        by_label = {entry["label"]: entry["score"] for entry in want}
+        for label, score in zip(runner.info.labels, scores, strict=True):
+            assert abs(by_label[label] - float(score)) <= 1e-5
