@@ -7,14 +7,13 @@ fails the run when no test with that marker ran at all: a green run then means t
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest_plugins = [name for name in ("tests.support.servers",) if find_spec(name)]
-
 _SERVER_MARKERS = ("kafka", "real_kafka", "redis", "model", "docker", "gpu")
+_SAME_SUITE = "has just run"
+"""A skip with these words is no gap: the ladder led to the same server twice."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +46,8 @@ class _RequireServers:
         wanted = [m for m in self.required if item.get_closest_marker(m)]
         if wanted and report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            if _SAME_SUITE in str(reason):
+                return report
             report.outcome = "failed"
             report.longrepr = f"required server test ({', '.join(wanted)}) was skipped: {reason}"
         return report
