@@ -79,7 +79,7 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
             from .inproc import InprocSink, InprocSource, broker_for
 
             broker = broker_for(options)
-            inproc_source = InprocSource(broker, clock=clock, metrics=metrics)
+            inproc_source = InprocSource(broker, options=options, clock=clock, metrics=metrics)
             await inproc_source.open()
             return Transport(inproc_source, InprocSink(broker))
         case FileOptions():

@@ -95,6 +95,7 @@ class FileSource:
         self._regular = False
         self._exhausted = False
         self._closed = False
+        self._running = False
         self._line_number = 0
         self._waiting: list[bytes] = []  # lines of the last chunk, not yet handed out
         self._held: dict[int, HeldDelivery] = {}
@@ -121,6 +122,15 @@ class FileSource:
         self._regular = stat.S_ISREG(mode)
 
     async def run(self) -> None:
+        self._running = True
+        try:
+            await self._run()
+        finally:
+            self._running = False
+            if self._closed:
+                self._close_file()
+
+    async def _run(self) -> None:
         while not self._closed:
             self._wake.clear()
             self._redeliver()
@@ -239,7 +249,8 @@ class FileSource:
         self.stop_intake()
         self._closed = True
         self._wake.set()
-        self._close_file()
+        if not self._running:  # else `run` closes it: a thread may be reading right now
+            self._close_file()
 
     def _close_file(self) -> None:
         if self._fd is not None and self._fd != _STDIN:

@@ -240,11 +240,12 @@ class InprocSource:
         self,
         broker: InprocBroker,
         *,
+        options: InprocOptions | None = None,
         clock: Clock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         self._broker = broker
-        self._options = broker.options
+        self._options = options or broker.options
         self._clock = clock or SystemClock()
         self._metrics = metrics or NoMetrics()
         self._hand_off = HandOff(self._options.max_receive)
