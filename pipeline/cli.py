@@ -389,8 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if State.debug:  # taken anywhere, also after the command
         argv = [a for a in argv[:end] if a != "--debug"] + argv[end:]
     try:
-        status = app(argv, prog_name="embedstream", standalone_mode=False)
-        return int(status or 0)
+        status = int(app(argv, prog_name="embedstream", standalone_mode=False) or 0)
+        if status == ExitStatus.FORCED_INT:  # typer turns a Ctrl-C into this status, silently
+            note_error("interrupted")
+        return status
     except KeyboardInterrupt:
         note_error("interrupted")
         return ExitStatus.FORCED_INT

@@ -204,9 +204,9 @@ def _record_of(line: bytes) -> dict[str, Any]:
 
 def _question(command: AskCommand, record: dict[str, Any], user_id: str, wire_id: str) -> Question:
     """A whole wire request: the line wins over the command's options."""
-    full = {**command.options, **record, "id": wire_id}
-    if "task" not in record:
-        full["task"] = command.task
+    task = record.get("task", "rerank" if "query" in record else command.task)
+    options = command.options if task == command.task else {}
+    full = {**options, **record, "task": task, "id": wire_id}
     if command.via is not None and command.model is not None:
         full.setdefault("model", command.model)
     for name in ("encoding", "encoding_format"):  # replies are decoded here, whatever their form
