@@ -1,0 +1,240 @@
+"""Asking a running service over its own broker (`--via`): Redis and Kafka, real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.app import App
+from pipeline.lifecycle import ExitStatus, StopSignal
+from pipeline.settings import RouteSettings, Settings
+from pipeline.transports import names
+from pipeline.transports.ask import KafkaAsker, open_asker, reach
+from pipeline.transports.options import KafkaOptions
+from schemas.codec import encode_reply
+from schemas.results import FailureReply, ItemReply, ModelRef, Reply, Usage
+from tests.support.fakes import FakeRunner, fake_ids, fake_vector
+from tests.support.servers import ServerInfo, kafka_ladder, redis_ladder
+
+ROOT = Path(__file__).parents[2]
+KAFKA_TIMING = "session_timeout_ms=2000&heartbeat_interval_ms=200&fetch_max_wait_ms=15"
+
+
+@pytest.fixture(scope="module")
+def redis_info() -> Iterator[ServerInfo]:
+    yield from redis_ladder()
+
+
+@pytest.fixture(scope="module")
+def kafka_info() -> Iterator[ServerInfo]:
+    yield from kafka_ladder(packaged=True)
+
+
+@asynccontextmanager
+async def service(source: str) -> AsyncIterator[App]:
+    """A service with a fake model on one route, until the block ends."""
+    settings = Settings(routes=(RouteSettings(name="r", source=source, lane="interactive"),))
+    app = App(settings, runner_factories={"fake": FakeRunner})
+    stop = StopSignal(10.0)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(app.run(stop))
+        await asyncio.wait_for(app.ready.wait(), 30)
+        yield app
+        stop.request("the test is over")
+    assert running.result() is ExitStatus.OK
+
+
+def record(request_id: str, **fields: Any) -> bytes:
+    return msgspec.msgpack.encode({"id": request_id, **fields})
+
+
+async def ask_many(url: str, n: int) -> None:
+    asker = await open_asker(url)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(asker.run())
+        run_id = uuid.uuid4().hex[:8]
+        ids = [f"{run_id}-{i}" for i in range(n)]
+        replies = await asyncio.gather(
+            *(asker.ask(i, record(i, input=[i, "x y"]), "application/msgpack", 30.0) for i in ids)
+        )
+        refused = await asker.ask(
+            f"{run_id}-bad", record(f"{run_id}-bad", input="x", nope=1), "application/msgpack", 30.0
+        )
+        reading.cancel()
+        await asker.aclose()
+    for request_id, reply in zip(ids, replies, strict=True):
+        assert isinstance(reply, Reply) and reply.id == request_id
+        assert reply.items[0].embedding is not None
+        vector = np.frombuffer(reply.items[0].embedding, "<f4")
+        np.testing.assert_allclose(vector, fake_vector(fake_ids(request_id)), rtol=1e-6)
+    assert isinstance(refused, FailureReply) and refused.error.code == "invalid_request"
+
+
+@pytest.mark.redis
+async def test_ask_over_redis(redis_info: ServerInfo) -> None:
+    url = f"redis://{redis_info.address}/embedstream.{uuid.uuid4().hex}"
+    async with service(url):
+        await ask_many(url, 20)
+
+
+@pytest.mark.kafka
+async def test_ask_over_kafka(kafka_info: ServerInfo) -> None:
+    topic, replies = f"requests.{uuid.uuid4().hex}", f"embedstream.{uuid.uuid4().hex}"
+    url = f"kafka://{kafka_info.address}/{topic}?group={topic}&{KAFKA_TIMING}&reply_topic={replies}"
+    async with service(url):
+        await ask_many(url, 20)
+
+
+@pytest.mark.kafka
+async def test_d11_replies_for_nobody_on_a_shared_topic_are_ignored(kafka_info: ServerInfo) -> None:
+    """D11: two askers read one reply topic; each counts the other's replies and drops them."""
+    topic, replies = f"requests.{uuid.uuid4().hex}", f"embedstream.{uuid.uuid4().hex}"
+    url = f"kafka://{kafka_info.address}/{topic}?group={topic}&{KAFKA_TIMING}&reply_topic={replies}"
+    url += "&partitions=1"  # one partition: replies are read in the order of the questions
+    async with service(url):
+        first, second = await open_asker(url), await open_asker(url)
+        async with asyncio.TaskGroup() as group:
+            reading = [group.create_task(a.run()) for a in (first, second)]
+            for asker, request_id in ((first, "one"), (second, "two"), (first, "three")):
+                reply = await asker.ask(
+                    request_id, record(request_id, input="x"), "application/msgpack", 30.0
+                )
+                assert reply.id == request_id
+                if asker is second:
+                    assert second.unknown_replies == 1  # "one"
+            assert first.unknown_replies == 1  # "two"
+            for task in reading:
+                task.cancel()
+        await first.aclose()
+        await second.aclose()
+
+
+@pytest.mark.redis
+async def test_a_silent_service_is_a_timeout_that_says_what_to_look_at(
+    redis_info: ServerInfo,
+) -> None:
+    url = f"redis://{redis_info.address}/embedstream.{uuid.uuid4().hex}"
+    asker = await open_asker(url)
+    with pytest.raises(TimeoutError, match=r"no service reads that stream.*embedstream serve"):
+        await asker.ask("a", record("a", input="x"), "application/msgpack", 0.05)
+    await asker.aclose()
+
+
+@pytest.mark.redis
+async def test_reach_creates_nothing(redis_info: ServerInfo) -> None:
+    import redis.asyncio as redis
+
+    stream = f"embedstream.{uuid.uuid4().hex}"
+    assert await reach(f"redis://{redis_info.address}/{stream}") == ()
+    client = redis.Redis.from_url(f"redis://{redis_info.address}")
+    assert not await client.exists(stream)
+    await client.aclose()
+
+
+@pytest.mark.kafka
+async def test_reach_names_missing_topics(kafka_info: ServerInfo) -> None:
+    topic = f"requests.{uuid.uuid4().hex}"
+    notices = await reach(f"kafka://{kafka_info.address}/{topic}")
+    assert any(topic in notice for notice in notices)
+    # the second look finds it missing again: the first one did not create it
+    assert any(topic in notice for notice in await reach(f"kafka://{kafka_info.address}/{topic}"))
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/q", "kafka://127.0.0.1:1/q"])
+async def test_a_broker_out_of_reach_is_one_line(url: str) -> None:
+    for attempt in (open_asker, reach):
+        with pytest.raises(ConnectionError) as caught:
+            await attempt(url)
+        assert "\n" not in str(caught.value) and "check" in str(caught.value)
+
+
+@pytest.mark.redis
+async def test_the_cli_asks_a_service(redis_info: ServerInfo) -> None:
+    url = f"redis://{redis_info.address}/embedstream.{uuid.uuid4().hex}"
+    async with service(url):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pipeline", "embed", "-", "-o", "jsonl", "--via", url),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={k: v for k, v in os.environ.items() if not k.startswith("EMBEDSTREAM_")},
+        )
+        lines = b'{"id": "same", "input": "a b"}\n{"id": "same", "input": "c"}\n{"input": ""}\n'
+        out, err = await asyncio.wait_for(process.communicate(lines), 50)
+    assert process.returncode == 1
+    replies = [json.loads(line) for line in out.splitlines()]
+    assert [r["id"] for r in replies] == ["same", "same", "line-3"]
+    np.testing.assert_allclose(
+        replies[1]["data"][0]["embedding"], fake_vector(fake_ids("c")), rtol=1e-6
+    )
+    assert err.decode().splitlines() == ["embedstream: line-3, item 0: empty_input: no token"]
+
+
+# --- the Kafka asker alone -------------------------------------------------------------------------
+
+
+def part(request_id: str, number: int, parts: int, index: int) -> bytes:
+    return encode_reply(
+        Reply(
+            id=request_id,
+            task="embed",
+            model=ModelRef("m", "f", "float32"),
+            items=[ItemReply(index=index, embedding=b"\x00" * 8)],
+            n=parts,
+            usage=Usage(1, 1),
+            dtype="float32",
+            dimensions=2,
+            part=number,
+            parts=parts,
+        )
+    )
+
+
+class Sent:
+    """A producer that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, bytes]] = []
+        self.sent = asyncio.Event()
+
+    async def send_and_wait(self, topic: str, **record: Any) -> None:
+        self.records.append((topic, dict(record["headers"])))
+        self.sent.set()
+
+
+async def test_d11_unknown_and_broken_replies_are_counted_and_parts_joined() -> None:
+    """D11: no exception for strangers, tombstones or garbage; parts in any order, doubled ones too."""
+    producer = Sent()
+    options = KafkaOptions(bootstrap="h:1", reply_topic="embedstream.mine")
+    asker = KafkaAsker(options, producer, None)
+    for stranger in (part("other", 0, 1, 0), b"\xff\x00", b"", None):
+        asker.take(stranger)
+    assert asker.unknown_replies == 4
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(asker.ask("mine", b"", "application/msgpack", 30.0))
+        await producer.sent.wait()
+        for record_ in (part("mine", 1, 2, 1), part("mine", 1, 2, 1), part("other", 0, 2, 0)):
+            asker.take(record_)
+        assert not asking.done()
+        asker.take(part("mine", 0, 2, 0))
+    reply = asking.result()
+    assert isinstance(reply, Reply) and [i.index for i in reply.items] == [0, 1]
+    assert asker.unknown_replies == 5
+    asker.take(part("mine", 0, 2, 0))  # late: nobody waits any more
+    assert asker.unknown_replies == 6
+    (topic, headers) = producer.records[0]
+    assert topic == names.REQUEST_TOPIC and headers["reply-to"] == b"embedstream.mine"
+    assert headers["request-id"] == b"mine" and int(headers["deadline-ms"]) > 0
