@@ -6,10 +6,12 @@ fails the run when no test with that marker ran at all: a green run then means t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers import ServerInfo, kafka_ladder, redis_ladder
 
 _SERVER_MARKERS = ("kafka", "real_kafka", "redis", "model", "docker", "gpu")
 _SAME_SUITE = "has just run"
@@ -86,3 +88,15 @@ def packaged_model() -> Callable[[str], Path]:
             pytest.skip(f"packaged model {name}: {error}")
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def kafka_server() -> Iterator[ServerInfo]:
+    """The session's Kafka broker, by the ladder."""
+    yield from kafka_ladder()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[ServerInfo]:
+    """The session's Redis or Valkey server, by the ladder."""
+    yield from redis_ladder()

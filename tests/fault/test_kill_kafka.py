@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,11 @@ from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import fake_ids, fake_vector
 from tests.support.processes import service_process
-from tests.support.servers import ServerInfo, kafka_ladder, unique
+from tests.support.servers import ServerInfo, unique
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 
 SESSION = "session_timeout_ms=2000&heartbeat_interval_ms=200&fetch_max_wait_ms=20"
-
-
-@pytest.fixture(scope="module")
-def kafka() -> Iterator[ServerInfo]:
-    yield from kafka_ladder()
 
 
 class Bench:
@@ -109,10 +104,10 @@ def requests(n: int) -> dict[str, Any]:
 
 
 async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
-    kafka: ServerInfo, tmp_path: Path
+    kafka_server: ServerInfo, tmp_path: Path
 ) -> None:
     """E05, E09, E10: SIGKILL in mid-work; a second process answers the rest; 0 lost; duplicates agree."""
-    bench = Bench(kafka.address)
+    bench = Bench(kafka_server.address)
     await bench.create(4)
     records = requests(1000)
     seen: Counter[str] = Counter()
@@ -130,7 +125,9 @@ async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
     assert answered_before < 1000
     check_vectors(kept, records)
     duplicates = sum(count - 1 for count in seen.values())
-    print(f"kafka {kafka.kind}: lost 0, duplicates {duplicates}, before the kill {answered_before}")
+    print(
+        f"kafka {kafka_server.kind}: lost 0, duplicates {duplicates}, before the kill {answered_before}"
+    )
     assert duplicates < 1000
 
 
@@ -145,9 +142,11 @@ async def collect_some(
             kept.setdefault(reply.id, reply)
 
 
-async def test_sigterm_drains_and_commits_everything(kafka: ServerInfo, tmp_path: Path) -> None:
+async def test_sigterm_drains_and_commits_everything(
+    kafka_server: ServerInfo, tmp_path: Path
+) -> None:
     """G01: SIGTERM with batches in flight: finish, publish, commit, exit 0; nothing comes again."""
-    bench = Bench(kafka.address)
+    bench = Bench(kafka_server.address)
     await bench.create(2)
     seen: Counter[str] = Counter()
     kept: dict[str, Reply] = {}
@@ -166,10 +165,10 @@ async def test_sigterm_drains_and_commits_everything(kafka: ServerInfo, tmp_path
 
 
 async def test_a_drain_beyond_its_budget_exits_three_and_loses_nothing(
-    kafka: ServerInfo, tmp_path: Path
+    kafka_server: ServerInfo, tmp_path: Path
 ) -> None:
     """G01: beyond the grace: exit status 3, the rest is answered by the next process."""
-    bench = Bench(kafka.address)
+    bench = Bench(kafka_server.address)
     await bench.create(2)
     records = requests(60)
     seen: Counter[str] = Counter()
@@ -187,9 +186,9 @@ async def test_a_drain_beyond_its_budget_exits_three_and_loses_nothing(
     check_vectors(kept, records)
 
 
-async def test_a_second_signal_exits_at_once(kafka: ServerInfo, tmp_path: Path) -> None:
+async def test_a_second_signal_exits_at_once(kafka_server: ServerInfo, tmp_path: Path) -> None:
     """G01: the second signal forces; the exit status says so."""
-    bench = Bench(kafka.address)
+    bench = Bench(kafka_server.address)
     await bench.create(1)
     seen: Counter[str] = Counter()
     slow = bench.config(forward_s=1.0, max_batch_tokens=4, drain_budget_s=60)
@@ -206,10 +205,10 @@ async def test_a_second_signal_exits_at_once(kafka: ServerInfo, tmp_path: Path) 
 
 
 async def test_poison_records_are_dead_lettered_and_the_partition_moves_on(
-    kafka: ServerInfo, tmp_path: Path
+    kafka_server: ServerInfo, tmp_path: Path
 ) -> None:
     """E13, E14, D08: garbage, truncated msgpack, JSON array, pickle, empty, tombstone; then a good one."""
-    bench = Bench(kafka.address)
+    bench = Bench(kafka_server.address)
     await bench.create(1)
     bad = [b"\xff\x00", b"\x82\xa2id", b"[1,2]", b"\x80\x04\x95K\x01.", b""]
     async with bench.reading(bench.replies, 1) as consumer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,11 @@ from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import fake_ids, fake_vector
 from tests.support.processes import service_process
-from tests.support.servers import ServerInfo, redis_ladder, unique
+from tests.support.servers import ServerInfo, unique
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
 CLAIM = "claim_idle_ms=1500&claim_interval_ms=200&block_ms=200"
-
-
-@pytest.fixture(scope="module")
-def redis_info() -> Iterator[ServerInfo]:
-    yield from redis_ladder()
 
 
 class Bench:
@@ -70,8 +65,8 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(redis_info: ServerInfo) -> AsyncIterator[Bench]:
-    one = Bench(redis_info.address)
+async def bench(redis_server: ServerInfo) -> AsyncIterator[Bench]:
+    one = Bench(redis_server.address)
     yield one
     await one.client.aclose()
 
@@ -81,7 +76,7 @@ def requests(n: int) -> dict[str, Any]:
 
 
 async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
-    bench: Bench, redis_info: ServerInfo, tmp_path: Path
+    bench: Bench, redis_server: ServerInfo, tmp_path: Path
 ) -> None:
     """F04, F08, F15 (streams): SIGKILL in mid-work; a second process claims and answers; 0 lost."""
     records = requests(1000)
@@ -102,7 +97,7 @@ async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
         vector = np.frombuffer(kept[request_id].items[0].embedding or b"", "<f4")
         np.testing.assert_array_equal(vector, fake_vector(fake_ids(record["input"])))
     duplicates = sum(count - 1 for count in seen.values())
-    print(f"redis {redis_info.kind}: lost 0, duplicates {duplicates}, before {answered_before}")
+    print(f"redis {redis_server.kind}: lost 0, duplicates {duplicates}, before {answered_before}")
 
 
 async def test_sigterm_drains_and_leaves_an_empty_stream(bench: Bench, tmp_path: Path) -> None:
