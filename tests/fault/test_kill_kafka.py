@@ -20,7 +20,7 @@ from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import fake_ids, fake_vector
 from tests.support.processes import service_process
-from tests.support.servers import ServerInfo, unique
+from tests.support.servers import ServerInfo, apache_home, new_apache, unique
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 
@@ -229,3 +229,53 @@ async def test_poison_records_are_dead_lettered_and_the_partition_moves_on(
     headers = dict(letters[0].headers)
     assert headers["embedstream-kind"] == b"unprocessable"
     assert bench.topic.encode() in headers["embedstream-origin"]
+
+
+async def test_a_forward_longer_than_poll_interval_and_session_is_done_once(
+    kafka_server: ServerInfo, tmp_path: Path
+) -> None:
+    """E03, E04, J03: the model runs off the loop, polling and heartbeats go on: no rebalance, one reply."""
+    bench = Bench(kafka_server.address)
+    await bench.create(1)
+    source = bench.source + "&max_poll_interval_ms=1500&drain_budget_s=1"
+    config = {
+        "routes": [{"name": "k", "source": source, "lane": "bulk"}],
+        "forward_s": 4.5,  # three poll intervals, two sessions
+        "max_batch_tokens": 512,
+        "drain_budget_s": 1.4,
+    }
+    seen: Counter[str] = Counter()
+    async with bench.reading(bench.replies, 1) as consumer:
+        with service_process(config, tmp_path) as service:
+            await bench.produce(requests(5))
+            await collect(consumer, set(requests(5)), seen, {})
+            assert service.log().count("kafka_assigned") == 1, service.log()
+            assert "kafka_revoked" not in service.log()
+    assert set(seen.values()) == {1}
+
+
+@pytest.mark.real_kafka
+async def test_broker_killed_while_replies_wait_loses_nothing(tmp_path: Path) -> None:
+    """E11, G02: the broker dies with replies unpublished and comes back: every request answered."""
+    if apache_home() is None:
+        pytest.skip("a broker that keeps its data across SIGKILL needs KAFKA_HOME (Apache Kafka)")
+    server = new_apache()
+    await server.start()
+    try:
+        bench = Bench(server.address)
+        await bench.create(2)
+        seen: Counter[str] = Counter()
+        records = requests(200)
+        config = bench.config(forward_s=0.05)
+        with service_process(config, tmp_path):
+            async with bench.reading(bench.replies, 2) as consumer:
+                await bench.produce(records)
+                while len(seen) < 10:
+                    await collect_some(consumer, seen, {})
+            server.kill()
+            await server.restart()
+            async with bench.reading(bench.replies, 2) as consumer:
+                seen.clear()
+                await collect(consumer, set(records), seen, {})
+    finally:
+        server.close()
