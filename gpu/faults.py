@@ -1,10 +1,14 @@
-"""What a failed device call means: a smaller batch may pass, or the device is lost for good.
+"""What may fail here besides a request: a load, device memory, the device itself.
 
-Who calls it: the runner translates with `as_runner_error`; the executor latches on `DeviceFault`.
+Who calls it: everything that loads raises `ModelLoadError`; the runner translates with `as_runner_error`; the executor latches on `DeviceFault`.
 What must stay true: no torch at import; `MemoryError` is the only error that asks for a smaller batch.
 """
 
 from __future__ import annotations
+
+
+class ModelLoadError(Exception):
+    """A model cannot be served. One line for the operator, naming what to change."""
 
 
 class DeviceFault(RuntimeError):

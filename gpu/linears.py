@@ -10,6 +10,7 @@ before its original weight is dropped, and left alone when it differs. Safe to s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class PackedLinear(nn.Module):
         reorder, self._op = ops
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._weight = reorder(linear.weight.detach().contiguous(), _REORDER_ROWS)
-        self._bias = None if linear.bias is None else linear.bias.detach().contiguous()
+        self._bias = None if linear.bias is None else linear.bias.detach().clone()
         self._attr = "gelu" if gelu else "none"
         self._algorithm = "none" if gelu else ""
         self.min_rows = 1
@@ -88,8 +89,13 @@ class LinearReport:
 
 
 @torch.inference_mode()
-def prepack(model: nn.Module) -> LinearReport:
-    """Replace every fp32 CPU `nn.Linear` in place. A layer that cannot be replaced stays as it is."""
+def prepack(
+    model: nn.Module, on_packed: Callable[[torch.Tensor], None] = lambda weight: None
+) -> LinearReport:
+    """Replace every fp32 CPU `nn.Linear` in place. A layer that cannot be replaced stays as it is.
+
+    on_packed: called with each original weight once its packed copy is in place.
+    """
     report = LinearReport()
     ops = _ops()
     if ops is None:
@@ -115,6 +121,7 @@ def prepack(model: nn.Module) -> LinearReport:
                 packed.min_rows = rows
                 report.min_rows = max(report.min_rows, rows)
             setattr(parent, name, packed)
+            on_packed(child.weight.data)
             if gelu is not None:
                 setattr(parent, gelu, nn.Identity())
                 report.fused += 1

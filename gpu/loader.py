@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .artifacts import ModelLoadError, ModelSpec, load_spec, resolve_folder
+from .artifacts import ModelSpec, load_spec, resolve_folder
 from .batch import Runner
+from .faults import ModelLoadError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

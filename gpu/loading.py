@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .artifacts import ModelLoadError, ModelSpec
+from .artifacts import ModelSpec
+from .faults import ModelLoadError
 from .pooler import refused_pickle
 
 DTYPES: dict[str, torch.dtype] = {

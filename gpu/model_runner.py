@@ -24,15 +24,15 @@ from schemas.errors import (
     Unsupported,
 )
 
-from .artifacts import ModelLoadError, ModelSpec
+from .artifacts import ModelSpec
 from .attention import NAME, AttentionBackend, backends_for, register
 from .batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
-from .faults import as_runner_error
+from .faults import ModelLoadError, as_runner_error
 from .forward import Forward, PackedForward, PaddedForward
 from .heads import HeadFn, activate, build_head
 from .linears import LinearReport, prepack
-from .loader import make_runner_factory as make_runner_factory
 from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from .pages import FilePages, own_memory
 from .pooler import DenseStack, Segments, finish, pool
 from .selfcheck import (
     Finding,
@@ -260,7 +260,9 @@ class ModelRunner:
         loaded.model.set_attn_implementation(native)  # type: ignore[operator]
         reference = reference_states(loaded.base, batch, self.device)
         logits = reference_logits(loaded.model, batch, self.device) if spec.head else None
-        linears = prepack(loaded.model) if prepacked else LinearReport()
+        pages = FilePages()
+        linears = prepack(loaded.model, pages.release) if prepacked else LinearReport()
+        own_memory(loaded.model, pages)
         notes = [*spec.notes, *loaded.notes]
         forward, finding = self._pick_forward(loaded, batch, reference, native, notes)
         head = build_head(loaded.model, loaded.base, spec.family, config) if spec.head else None
@@ -338,7 +340,7 @@ class ModelRunner:
             prompts=tuple(sorted(spec.prompts)),
             default_prompt_name=spec.default_prompt_name,
             packed=isinstance(checked.forward, PackedForward),
-            attention=self._backends[0].name,
+            attention="+".join(checked.finding.attention) or "transformers",
             linears=linears.name,
             notes=tuple(notes),
         )

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .artifacts import DenseSpec, ModelLoadError
 from .batch import Pooling
+from .faults import ModelLoadError
 from .fingerprint import weight_files
 from .linears import prepack_one
+from .modules import DenseSpec
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
 

@@ -29,11 +29,13 @@ LONGEST_PROBE = 1024
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Outcome of one comparison. reason: why it failed, or None. max_diff: the largest difference
-    seen, relative to the largest reference value. bit_exact: an item alone gave the same bits."""
+    seen, relative to the largest reference value. bit_exact: an item alone gave the same bits.
+    attention: the backends that served the layers, by name."""
 
     reason: str | None
     max_diff: float = 0.0
     bit_exact: bool = False
+    attention: tuple[str, ...] = ()
 
 
 def probes(config: Any, *, max_tokens: int, vocab_size: int, reserved: int | None) -> PackedBatch:
@@ -93,11 +95,13 @@ def check_forward(
     forward: Forward, batch: PackedBatch, reference: torch.Tensor, n_layers: int
 ) -> Finding:
     """Run the probes and compare with the reference; for a packed forward also count attention calls."""
+    served: tuple[str, ...] = ()
     try:
         if isinstance(forward, PackedForward):
             states, context = forward.run(batch)
             if context.calls != n_layers:
                 return Finding(f"attention was reached {context.calls} times in {n_layers} layers")
+            served = tuple(sorted(set(context.served_by.values())))
             if context.masks_seen:
                 return Finding("the model built an attention mask of its own for the pack")
         else:
@@ -110,7 +114,7 @@ def check_forward(
     if finding.reason is not None:
         return finding
     alone = torch.cat([forward(pack([item])) for item in batch.items])
-    return Finding(None, finding.max_diff, bit_exact=bool(torch.equal(alone, states)))
+    return Finding(None, finding.max_diff, bool(torch.equal(alone, states)), served)
 
 
 def compare(got: torch.Tensor, reference: torch.Tensor) -> Finding:

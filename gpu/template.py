@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .artifacts import ModelLoadError
 from .batch import Int32
+from .faults import ModelLoadError
 
 _SAMPLES = ("a", "the", "hello", "1", "x", "e")
 

@@ -33,9 +33,10 @@ from schemas.requests import (
     Truncate,
 )
 
-from .artifacts import ModelLoadError, ModelSpec
+from .artifacts import ModelSpec
 from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from .checks import check_request
+from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
 from .template import Template, learn_template
 

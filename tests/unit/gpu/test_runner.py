@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import ModelLoadError
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, PackedBatch, pack, scatter
+from gpu.faults import ModelLoadError
 from gpu.loader import make_runner_factory
 from schemas.errors import EmptyInput, InvalidRequest, NonFinite, TooLong, Unsupported
 from tests.support.models import FAMILY_NAMES, HIDDEN, edit_json, write_model
@@ -486,3 +486,19 @@ def test_close_drops_the_model(tmp_path: Path) -> None:
     runner.close()
     gc.collect()
     assert base() is None
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+def test_no_tensor_reads_the_weights_file_after_the_load(tmp_path: Path, prepack: bool) -> None:
+    """A file that is replaced in place must not change answers, nor may a truncated one kill us."""
+    folder = write_model(tmp_path / "m", "bert")
+    runner = make_runner_factory("m", folder, prepack=prepack)()
+    before = [values(o) for o in run(runner, items(runner))]
+    path = folder / "model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b"\xff" * size)
+        file.flush()
+        file.truncate(0)
+    for got, expected in zip(run(runner, items(runner)), before, strict=True):
+        assert np.array_equal(values(got), expected)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from gpu.artifacts import ModelLoadError, load_spec
+from gpu.artifacts import load_spec
+from gpu.faults import ModelLoadError
 from gpu.tokenizer import TextEncoder, load_encoder
 from schemas.errors import (
     EmbedstreamError,
