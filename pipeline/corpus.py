@@ -186,7 +186,9 @@ def _fetch_dictionary(folder: Path) -> tuple[bytes, str]:
         own = [*quick, "-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={folder / 'cache'}"]
         _apt([*own, "update"], folder)
         _apt([*own, "download", PACKAGE], folder)
-    package = next(folder.glob(f"{PACKAGE}_*.deb"))
+    package = next(folder.glob(f"{PACKAGE}_*.deb"), None)
+    if package is None:
+        raise FileNotFoundError(f"{folder} has no package")
     _run(["dpkg-deb", "-x", str(package), str(folder / "x")], folder)
     share = folder / "x" / "usr" / "share" / "dictd"
     with gzip.open(share / "foldoc.dict.dz") as handle:

@@ -61,6 +61,7 @@ class _Run:
     """One run: where it prints and how long its stages took."""
 
     console: Console
+    started: float = field(default_factory=time.monotonic)
     stages: list[tuple[str, float]] = field(default_factory=list)
 
     @contextmanager
@@ -183,17 +184,21 @@ async def _index(door: Door, corpus: Corpus, run: _Run) -> tuple[Ledger, float]:
         expected[request_id] = len(chunk)
     ledger = Ledger(expected)
     started = finished = time.monotonic()
+    first_answer: float | None = None
     with run.stage("embedding"), screen.count_progress(run.console) as progress:
         bar = progress.add_task("embedding", total=len(texts))
 
         def on_reply(request_id: str, body: bytes) -> bool:
-            nonlocal finished
+            nonlocal finished, first_answer
             ledger.record(request_id, body)
             finished = time.monotonic()
+            first_answer = first_answer or finished
             progress.update(bar, completed=ledger.n_answered)
             return ledger.complete
 
         await door.exchange(requests, on_reply, patience_s=PATIENCE_S)
+    if first_answer is not None:
+        run.stages.append(("from the start to the first answer", first_answer - run.started))
     if problems := ledger.problems():
         raise OperatorError(f"demo: {'; '.join(problems)}")
     if ledger.truncated:
