@@ -36,6 +36,8 @@ from pipeline.settings_records import (
     Settings,
 )
 from pipeline.settings_sources import Problem, SettingsError, read_sources
+from pipeline.transports.options import KafkaOptions, RedisOptions, TransportOptions
+from pipeline.transports.urls import parse_url
 
 __all__ = [
     "AdmissionSettings",
@@ -58,6 +60,7 @@ __all__ = [
     "explain",
     "load",
     "redacted",
+    "route_options",
 ]
 
 # How often a default differs by transport: a Redis queue is where somebody waits for the answer.
@@ -112,6 +115,30 @@ def _with_derived_defaults(
         routes=tuple(routes),
         origins=origins,
     )
+
+
+def route_options(settings: Settings, route: RouteSettings) -> TransportOptions:
+    """The transport options of a route's address, knowing about the other routes.
+
+    What other routes read on the same broker is no reply destination here: a reply must never
+    become a request of another route.
+    """
+    options = parse_url(route.source)
+    if not isinstance(options, KafkaOptions | RedisOptions):
+        return options
+    refused = list(options.refuse_destinations)
+    for other in settings.routes:
+        beside = parse_url(other.source)
+        if isinstance(options, KafkaOptions) and isinstance(beside, KafkaOptions):
+            if set(options.bootstrap.split(",")) & set(beside.bootstrap.split(",")):
+                refused += [*beside.topics, beside.dead_letter_topic]
+        elif (
+            isinstance(options, RedisOptions)
+            and isinstance(beside, RedisOptions)
+            and (options.address, options.db) == (beside.address, beside.db)
+        ):
+            refused += [beside.stream, beside.dead_letter_stream]
+    return msgspec.structs.replace(options, refuse_destinations=tuple(dict.fromkeys(refused)))
 
 
 class Effective(NamedTuple):

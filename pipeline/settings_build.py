@@ -8,6 +8,7 @@ of the wrong type is never guessed; text from flags and environment is parsed by
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import typing
@@ -17,7 +18,7 @@ import msgspec
 import msgspec.inspect as mi
 
 from pipeline.redact import MASK, is_secret_name, redact
-from pipeline.settings_records import LIMITS_META, LimitsOverride, Origin, Settings
+from pipeline.settings_records import LimitsOverride, Origin, Settings
 from pipeline.settings_sources import Leaf, Problem, Tree
 from schemas.requests import Limits
 
@@ -26,6 +27,25 @@ _FALSE = frozenset({"false", "0", "no", "off"})
 _NOT_CONFIGURED = frozenset({"origins"})
 _POSITION = re.compile(r"^[0-9]{1,4}$")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+
+
+# Ranges and sentences of `schemas.requests.Limits`, which stays free of operator concerns.
+LIMITS_META: dict[str, msgspec.Meta] = {
+    "max_record_bytes": msgspec.Meta(
+        ge=256, le=2**30, description="Bytes of an encoded record -> `record_too_large`."
+    ),
+    "max_items": msgspec.Meta(
+        ge=1, le=1_000_000, description="Items of one request -> `too_many_items`."
+    ),
+    "max_item_bytes": msgspec.Meta(
+        ge=1, le=2**30, description="UTF-8 bytes of one text or image -> `item_too_large`."
+    ),
+    "max_depth": msgspec.Meta(ge=3, le=200, description="Nesting of maps and lists -> `too_deep`."),
+    "max_id_bytes": msgspec.Meta(ge=8, le=65_536, description="Bytes of a request id."),
+    "max_metadata_bytes": msgspec.Meta(
+        ge=0, le=16 * 1024 * 1024, description="Bytes of the encoded `metadata` map."
+    ),
+}
 
 
 class _Refused(Exception):
@@ -37,6 +57,7 @@ class _Refused(Exception):
         self.remedy = remedy
 
 
+@functools.cache
 def fields_of(record: type[msgspec.Struct]) -> dict[str, mi.Field]:
     """The configurable fields of a settings record, ranges of `Limits` included."""
     info = mi.type_info(record)

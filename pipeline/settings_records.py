@@ -52,7 +52,7 @@ class ModelSettings(_Record, frozen=True, kw_only=True):
     device: Annotated[
         str,
         Meta(
-            pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,2})$",
+            pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,2})$",  # \d would take other scripts' digits
             description='"auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N".',
         ),
     ] = "auto"
@@ -158,13 +158,10 @@ class BatchingSettings(_Record, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=10_000,
-            description="Longest wait of a bulk item for company when an executor is idle.",
+            description="Longest wait of an item for a fuller pack while executors are busy; an idle "
+            "executor takes what is there.",
         ),
     ] = 5.0
-    interactive_linger_ms: Annotated[
-        float,
-        Meta(ge=0, le=10_000, description="The same for interactive items; 0: never wait."),
-    ] = 0.0
     bulk_floor: Annotated[
         float,
         Meta(
@@ -178,8 +175,8 @@ class BatchingSettings(_Record, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=65_536,
-            description="How many waiting items the packer may look through for equal lengths; "
-            "1: strictly first in, first out.",
+            description="How many waiting items the packer looks through for ones that still fit, or "
+            "for equal lengths where a model is padded; 1: strictly first in, first out.",
         ),
     ] = 256
     max_batch_items: Annotated[
@@ -390,20 +387,3 @@ class Settings(_Record, frozen=True, kw_only=True):
             if (value := getattr(route.limits, name)) is not None
         }
         return msgspec.structs.replace(self.limits, **given)
-
-
-# Ranges and sentences of `schemas.requests.Limits`, which stays free of operator concerns.
-LIMITS_META: dict[str, Meta] = {
-    "max_record_bytes": Meta(
-        ge=256, le=2**30, description="Bytes of an encoded record -> `record_too_large`."
-    ),
-    "max_items": Meta(ge=1, le=1_000_000, description="Items of one request -> `too_many_items`."),
-    "max_item_bytes": Meta(
-        ge=1, le=2**30, description="UTF-8 bytes of one text or image -> `item_too_large`."
-    ),
-    "max_depth": Meta(ge=3, le=200, description="Nesting of maps and lists -> `too_deep`."),
-    "max_id_bytes": Meta(ge=8, le=65_536, description="Bytes of a request id."),
-    "max_metadata_bytes": Meta(
-        ge=0, le=16 * 1024 * 1024, description="Bytes of the encoded `metadata` map."
-    ),
-}

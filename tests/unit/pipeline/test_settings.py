@@ -12,10 +12,23 @@ import msgspec.inspect as mi
 import pytest
 from hypothesis import given
 
-from pipeline.settings import ModelSettings, Settings, SettingsError, explain, load, redacted
-from pipeline.settings_build import fields_of, unwrap
-from pipeline.settings_records import LIMITS_META
+from pipeline import settings_doc
+from pipeline import settings_records as records
+from pipeline.settings import (
+    ModelSettings,
+    RouteSettings,
+    Settings,
+    SettingsError,
+    explain,
+    load,
+    redacted,
+    route_options,
+)
+from pipeline.settings_build import LIMITS_META, fields_of, unwrap
+from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
 from schemas.requests import Limits
+
+ROOT = Path(__file__).parents[3]
 
 TOML = """\
 [models.minilm]
@@ -425,6 +438,58 @@ def test_a_refused_secret_is_not_echoed() -> None:
 def test_explain_lists_every_leaf(file: Path) -> None:
     names = {e.name for e in explain(load({}, {}, file))}
     assert {n.replace("models.m.", "models.minilm.") for n, _, _ in NUMERIC} <= names
+
+
+def test_other_routes_sources_are_no_reply_destinations() -> None:
+    settings = load(
+        {
+            "models.m.path": "x",
+            "routes.a.source": "kafka://h:1/embedstream.a",
+            "routes.b.source": "kafka://h:1,h:2/embedstream.b?dead_letter_topic=embedstream.dl",
+            "routes.c.source": "kafka://other:1/embedstream.c",
+            "routes.d.source": "redis://h/embedstream.d",
+            "routes.e.source": "redis://h/embedstream.e?refuse_destinations=embedstream.x",
+            "routes.f.source": "redis://h/embedstream.f?db=1",
+            "routes.g.source": "file:///in.jsonl",
+        },
+        {},
+        None,
+    )
+    options = {route.name: route_options(settings, route) for route in settings.routes}
+    kafka, redis = options["a"], options["e"]
+    assert isinstance(kafka, KafkaOptions) and isinstance(redis, RedisOptions)
+    assert {"embedstream.b", "embedstream.dl"} <= set(kafka.refuse_destinations)
+    assert "embedstream.c" not in kafka.refuse_destinations
+    assert {"embedstream.x", "embedstream.d"} <= set(redis.refuse_destinations)
+    assert "embedstream.f" not in redis.refuse_destinations
+    assert isinstance(options["g"], FileOptions)
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """A setting that nothing reads would be accepted and ignored."""
+    sources = "\n".join(
+        path.read_text()
+        for path in (ROOT / "pipeline").rglob("*.py")
+        if path.name not in ("settings_doc.py", "settings_build.py", "settings_sources.py")
+        and not path.name.startswith("cli_check")
+    )
+    for record in (
+        ModelSettings, RouteSettings, records.BatchingSettings, records.LaneAdmission,
+        records.PublishSettings, records.AttemptsSettings, records.LifecycleSettings,
+        records.HealthSettings, records.LogSettings, records.ExecutorSettings,
+    ):  # fmt: skip
+        for name in record.__struct_fields__:
+            assert f".{name}" in sources, f"nothing reads {record.__name__}.{name}"
+
+
+def test_docs_settings_is_what_the_code_says() -> None:
+    written = (ROOT / "docs" / "settings.md").read_text()
+    assert written == settings_doc.document(), (
+        "run: python -m pipeline.settings_doc > docs/settings.md"
+    )
+    rows = [line for line in written.splitlines() if line.startswith("| `")]
+    assert len(rows) > 120
+    assert not [row for row in rows if row.endswith("|  |")], "an option without a sentence"
 
 
 KEYS = st.lists(
