@@ -10,7 +10,7 @@ Policy (sources: TEI and SGLang emit as soon as the device is idle and use no ti
 bounds the wait for a fuller batch while the device is busy):
     emit   when a full batch waits, or the executor is idle, or the oldest item waited `linger_s`.
     fill   bulk's earned share first, then interactive in order, then bulk in order; an item that
-           does not fit is passed over, within a look-ahead of `max_lookahead` items.
+           does not fit is passed over, within a look-ahead of `max_reorder_items` items.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PackingPolicy:
 
     max_batch_tokens: the token budget. max_batch_items: rows of one batch. linger_s: longest wait
     of an item for a fuller batch while the executor is busy. bulk_floor: share of the tokens
-    that bulk keeps while both lanes wait, 0 to 1. max_lookahead: items looked past to fill a gap.
+    that bulk keeps while both lanes wait, 0 to 1. max_reorder_items: items looked past to fill a gap.
     group_lengths: prefer items near the first one's length (padded models only).
     """
 
@@ -37,7 +37,7 @@ class PackingPolicy:
     max_batch_items: int = 1024
     linger_s: float = 0.005
     bulk_floor: float = 0.2
-    max_lookahead: int = 64
+    max_reorder_items: int = 64
     group_lengths: bool = False
 
 
@@ -142,7 +142,7 @@ class Packer:
         if self.policy.group_lengths and queue:
             self._bring_near_lengths_forward(queue)
         position = 0
-        while position < len(queue) and position <= self.policy.max_lookahead:
+        while position < len(queue) and position <= self.policy.max_reorder_items:
             if len(take.batch) >= self.policy.max_batch_items:
                 break
             entry = queue[position]
@@ -162,7 +162,7 @@ class Packer:
         return taken
 
     def _bring_near_lengths_forward(self, queue: deque[Entry]) -> None:
-        window = [queue.popleft() for _ in range(min(len(queue), self.policy.max_lookahead))]
+        window = [queue.popleft() for _ in range(min(len(queue), self.policy.max_reorder_items))]
         head = window[0]
         rest = sorted(window[1:], key=lambda entry: abs(entry.n_tokens - head.n_tokens))
         queue.extendleft(reversed([head, *rest]))

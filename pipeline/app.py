@@ -2,7 +2,7 @@
 
     source -> ingress -> tokenizer -> coalescer -> dispatcher -> executor -> egress -> sink, settle
 
-Who calls it: `embedstream serve`, `up`, `check` and, through `run_inproc`, the one-off commands.
+Who calls it: `embedstream serve` and `up`; the one-off commands through `pipeline.oneoff`.
 What must stay true: nothing is taken from a broker before every model answers; stopping runs the
 same steps in order under one `Deadline`; whatever is not settled when the process ends is delivered
 again to somebody; the exit status tells which of the two it was.
@@ -11,11 +11,10 @@ again to somebody; the exit status tells which of the two it was.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
 import structlog
 
 from actors.admission import Admission, LaneBudget
@@ -35,10 +34,9 @@ from gpu.executor import ModelExecutor
 from pipeline.health import HealthServer, HealthViews, Readiness, ReadinessInputs, readiness
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
 from pipeline.loading import LoadedModels, load_models
-from pipeline.settings import RouteSettings, Settings
+from pipeline.settings import RouteSettings, Settings, route_options
 from pipeline.telemetry import PrometheusMetrics
-from pipeline.transports import Transport, open_transport, parse_url
-from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
+from pipeline.transports import Transport, open_transport
 from schemas.requests import LANES, TASKS, Task
 
 log = structlog.get_logger(__name__)
@@ -250,9 +248,8 @@ class App:
             return self._transports[route.name]
         self._on_phase(f"connecting route {route.name}")
         try:
-            return await open_transport(
-                parse_url(route.source), clock=self.clock, metrics=self.metrics
-            )
+            options = route_options(self.settings, route)
+            return await open_transport(options, clock=self.clock, metrics=self.metrics)
         except (ConnectionError, ValueError) as error:
             raise OperatorError(f"route {route.name}: {error}") from error
 
@@ -335,7 +332,7 @@ class App:
         waiter = stop.wait_forced if on_stop == "force" else stop.wait
         timeout_s = None if deadline is None else deadline.remaining_s()
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(_errors_as_value(work))
+            task = group.create_task(errors_as_value(work))
             others = [group.create_task(waiter()), group.create_task(supervisor.wait_fatal())]
             await asyncio.wait(
                 {task, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -411,7 +408,7 @@ def _packing_policy(settings: Settings, info: ModelInfo) -> PackingPolicy:
         max_batch_items=settings.batching.max_batch_items,
         linger_s=settings.batching.linger_ms / 1000,
         bulk_floor=settings.batching.bulk_floor,
-        max_lookahead=settings.batching.max_reorder_items,
+        max_reorder_items=settings.batching.max_reorder_items,
         group_lengths=not info.packed,
     )
 
@@ -443,7 +440,7 @@ def _bind(
     return call
 
 
-async def _errors_as_value(work: Coroutine[Any, Any, None]) -> Exception | None:
+async def errors_as_value(work: Coroutine[Any, Any, None]) -> Exception | None:
     """Await `work`; an error is returned, so that it does not cancel its siblings."""
     try:
         await work
@@ -459,65 +456,3 @@ async def _close_quietly(close: Callable[[], Coroutine[Any, Any, None]], what: s
             await close()
     except Exception as error:  # noqa: BLE001  boundary: closing is best effort, and said
         log.warning("close_failed", what=what, error_type=type(error).__name__)
-
-
-class InprocService:
-    """A service inside this process: send a record, get its reply records."""
-
-    def __init__(self, app: App, broker: InprocBroker) -> None:
-        self.app = app
-        self._broker = broker
-
-    async def request(
-        self, body: bytes, headers: Mapping[str, bytes] | None = None
-    ) -> list[InprocReply]:
-        """Every reply record of one request record, in order (several when it was split)."""
-        return await self._broker.submit(body, headers)
-
-
-@asynccontextmanager
-async def run_inproc(
-    settings: Settings,
-    *,
-    metrics: Metrics | None = None,
-    runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
-) -> AsyncIterator[InprocService]:
-    """A running service without a broker, for one-off commands, the quick demo and tests.
-
-    `settings.routes` is replaced by one in-process route. Raises what `App.run` raises.
-    """
-    route = RouteSettings(name="inproc", source="inproc://embedstream", lane="bulk")
-    settings = msgspec.structs.replace(settings, routes=(route,))
-    broker = InprocBroker()
-    transport = Transport(InprocSource(broker), InprocSink(broker))
-    await transport.source.open()
-    app = App(
-        settings,
-        metrics=metrics,
-        transports={route.name: transport},
-        runner_factories=runner_factories,
-    )
-    stop = StopSignal(settings.lifecycle.drain_budget_s)
-    error: Exception | None = None
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(_errors_as_value(_run_to_end(app, stop)))
-        ready = group.create_task(app.ready.wait())
-        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if not running.done():
-            try:
-                yield InprocService(app, broker)
-            except Exception as raised:  # noqa: BLE001  raised below, outside the TaskGroup
-                error = raised
-            finally:
-                stop.request("the one-off run is over")
-                await asyncio.wait({running})
-    error = running.result() or error
-    if error is not None:
-        raise error
-
-
-async def _run_to_end(app: App, stop: StopSignal) -> None:
-    status = await app.run(stop)
-    if status is ExitStatus.FATAL:
-        raise OperatorError("the model failed for good; see the log", exit_status=status)

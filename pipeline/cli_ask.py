@@ -39,7 +39,7 @@ from schemas.headers import CONTENT_TYPE, MSGPACK
 from schemas.results import FailureReply, Reply
 
 if TYPE_CHECKING:
-    from pipeline.app import InprocService
+    from pipeline.oneoff import InprocService
     from pipeline.settings import Settings
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -318,7 +318,7 @@ class _InProcess:
 @asynccontextmanager
 async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
     settings = _one_off_settings(command)
-    from pipeline.app import run_inproc
+    from pipeline.oneoff import run_inproc
 
     service_context = run_inproc(settings)
     with working(f"loading {', '.join(settings.models)}"):

@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.app import InprocService, run_inproc
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local_up import EMBEDDER, Addresses, demo_models, read_ready_file
+from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings import Settings
 from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports.demo_clients import KafkaIndexer, RedisAsker

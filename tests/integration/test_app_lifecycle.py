@@ -16,10 +16,11 @@ import pytest
 
 from gpu.batch import PackedBatch, Runner
 from gpu.faults import DeviceFault
-from pipeline.app import App, run_inproc
+from pipeline.app import App
 from pipeline.health import HealthServer
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
 from pipeline.local import free_port
+from pipeline.oneoff import run_inproc
 from pipeline.settings import (
     BatchingSettings,
     HealthSettings,

@@ -16,8 +16,9 @@ import msgpack
 import msgspec
 import pytest
 
-from pipeline.app import App, run_inproc
+from pipeline.app import App
 from pipeline.lifecycle import StopSignal
+from pipeline.oneoff import run_inproc
 from pipeline.settings import HealthSettings, ModelSettings, RouteSettings, Settings
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply

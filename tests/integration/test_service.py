@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from actors.ports import PublishError
 from gpu.batch import PackedBatch
-from pipeline.app import InprocService, run_inproc
+from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings import (
     AdmissionSettings,
     AttemptsSettings,

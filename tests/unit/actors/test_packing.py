@@ -90,7 +90,7 @@ def test_expired_and_ended_items_are_dropped_before_compute() -> None:
 
 
 def test_lookahead_is_bounded_and_the_oldest_is_always_taken() -> None:
-    box = packer(max_lookahead=2)
+    box = packer(max_reorder_items=2)
     items = [entry(60), entry(61), entry(62), entry(63), entry(30)]
     box.add(items, "bulk")
     taken = []

@@ -19,8 +19,8 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-import pipeline.app
 import pipeline.models
+import pipeline.oneoff
 from gpu.batch import PackedBatch
 from pipeline import cli
 from pipeline.cli import main
@@ -48,14 +48,14 @@ def quiet_logging() -> Iterator[None]:
 def fake_service(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """One-off commands get a fake model; `seen` tells which models were asked for."""
     seen: dict[str, Any] = {"runner": FakeRunner(max_tokens=6, labels=("bad", "good"))}
-    real = pipeline.app.run_inproc
+    real = pipeline.oneoff.run_inproc
 
     def run_inproc(settings: Any, **kwargs: Any) -> Any:
         seen["settings"] = settings
         name = next(iter(settings.models))
         return real(settings, runner_factories={name: lambda: seen["runner"]}, **kwargs)
 
-    monkeypatch.setattr(pipeline.app, "run_inproc", run_inproc)
+    monkeypatch.setattr(pipeline.oneoff, "run_inproc", run_inproc)
     monkeypatch.setattr(pipeline.models, "resolve_model", lambda name, **kwargs: f"/models/{name}")
     return seen
 

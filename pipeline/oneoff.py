@@ -1,0 +1,84 @@
+"""A whole service inside this process, for as long as a block runs.
+
+Who calls it: the one-off commands (`embed`, `rerank`, `classify`), the quick demo, tests.
+What must stay true: it is the same `App` as `serve` runs, on the in-process transport; errors come out
+as they were raised; leaving the block drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from actors.ports import Metrics
+from gpu.batch import Runner
+from pipeline.app import App, errors_as_value
+from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
+from pipeline.settings import RouteSettings, Settings
+from pipeline.transports import Transport
+from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
+
+
+class InprocService:
+    """A service inside this process: send a record, get its reply records."""
+
+    def __init__(self, app: App, broker: InprocBroker) -> None:
+        self.app = app
+        self._broker = broker
+
+    async def request(
+        self, body: bytes, headers: Mapping[str, bytes] | None = None
+    ) -> list[InprocReply]:
+        """Every reply record of one request record, in order (several when it was split)."""
+        return await self._broker.submit(body, headers)
+
+
+@asynccontextmanager
+async def run_inproc(
+    settings: Settings,
+    *,
+    metrics: Metrics | None = None,
+    runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
+) -> AsyncIterator[InprocService]:
+    """A running service without a broker, for one-off commands, the quick demo and tests.
+
+    `settings.routes` is replaced by one in-process route. Raises what `App.run` raises.
+    """
+    route = RouteSettings(name="inproc", source="inproc://embedstream", lane="bulk")
+    settings = msgspec.structs.replace(settings, routes=(route,))
+    broker = InprocBroker()
+    transport = Transport(InprocSource(broker), InprocSink(broker))
+    await transport.source.open()
+    app = App(
+        settings,
+        metrics=metrics,
+        transports={route.name: transport},
+        runner_factories=runner_factories,
+    )
+    stop = StopSignal(settings.lifecycle.drain_budget_s)
+    error: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(errors_as_value(_run_to_end(app, stop)))
+        ready = group.create_task(app.ready.wait())
+        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if not running.done():
+            try:
+                yield InprocService(app, broker)
+            except Exception as raised:  # noqa: BLE001  raised below, outside the TaskGroup
+                error = raised
+            finally:
+                stop.request("the one-off run is over")
+                await asyncio.wait({running})
+    error = running.result() or error
+    if error is not None:
+        raise error
+
+
+async def _run_to_end(app: App, stop: StopSignal) -> None:
+    status = await app.run(stop)
+    if status is ExitStatus.FATAL:
+        raise OperatorError("the model failed for good; see the log", exit_status=status)
