@@ -62,8 +62,8 @@ def build_reply(
     if isinstance(request, RerankRequest):
         items = _ranked(items, request)
     dimensions = normalized = dtype = None
-    if isinstance(request, EmbedRequest) and set(request.outputs) & {"dense", "multivector"}:
-        dimensions = request.dimensions or info.dimensions
+    if isinstance(request, EmbedRequest) and (size := _vector_size(request, info)) is not None:
+        dimensions = request.dimensions or size
         normalized = info.normalized if request.normalize is None else request.normalize
         dtype = request.dtype
     first = in_flight.first_forward_at
@@ -85,6 +85,14 @@ def build_reply(
         ),
         metadata=request.metadata,
     )
+
+
+def _vector_size(request: EmbedRequest, info: ModelInfo) -> int | None:
+    """Native size of the vectors in the reply, the dense one's when there are both; None: no vectors."""
+    outputs = request.outputs or info.default_outputs
+    if "dense" in outputs:
+        return info.dimensions
+    return info.multivector_dimensions if "multivector" in outputs else None
 
 
 def _ranked(items: list[ItemReply], request: RerankRequest) -> list[ItemReply]:
@@ -119,25 +127,28 @@ def _item_reply(in_flight: InFlight, index: int, outcome: ItemOutcome | None) ->
 def _embed_item(
     in_flight: InFlight, request: EmbedRequest, index: int, outcome: ItemResult
 ) -> ItemReply:
+    # The runner gives what was asked for, or the model's own outputs when nothing was named.
+    assert all(getattr(outcome, name) is not None for name in request.outputs)
     embedding = scale = None
-    if "dense" in request.outputs:
-        assert outcome.dense is not None
+    if outcome.dense is not None:
         embedding, scale = quantize(outcome.dense, request.dtype)
     sparse = None
-    if "sparse" in request.outputs:
-        assert outcome.sparse is not None
+    if outcome.sparse is not None:
         ids, weights = outcome.sparse
         sparse = Sparse(indices=ids.tolist(), values=weights.tolist())
-    multivector = None
-    if "multivector" in request.outputs:
-        assert outcome.multivector is not None
-        multivector = [quantize(row, request.dtype)[0] for row in outcome.multivector]
+    multivector = scales = None
+    if outcome.multivector is not None:
+        rows = [quantize(row, request.dtype) for row in outcome.multivector]
+        multivector = [data for data, _ in rows]
+        if request.dtype == "int8":
+            scales = [one for _, one in rows if one is not None]
     return ItemReply(
         index=index,
         embedding=embedding,
         scale=scale,
         sparse=sparse,
         multivector=multivector,
+        scales=scales,
         tokens=in_flight.tokens[index],
         truncated=in_flight.truncated[index],
     )

@@ -185,6 +185,8 @@ class ModelInfo:
     pooling: str | None = None
     normalized: bool = False  # the model's own default
     outputs: frozenset[Output] = frozenset({"dense"})
+    default_outputs: tuple[Output, ...] = ("dense",)  # of a request that names none
+    multivector_dimensions: int | None = None  # size of each token-level vector
     labels: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()  # names
     default_prompt_name: str | None = None

@@ -89,7 +89,7 @@ def request_to_wire(request: AnyRequest) -> dict[str, Any]:
     if isinstance(request, EmbedRequest):
         _put(wire, "dimensions", request.dimensions)
         _put(wire, "normalize", request.normalize)
-        if request.outputs != ("dense",):
+        if request.outputs:
             wire["outputs"] = list(request.outputs)
         if request.dtype != "float32":
             wire["dtype"] = request.dtype
@@ -203,6 +203,8 @@ def item_to_wire(
             wire["multivector"] = [
                 _vector(vector, reply, content_type, encoding) for vector in item.multivector
             ]
+        if item.scales is not None:
+            wire["scales"] = [_finite(scale) for scale in item.scales]
         if item.scores is not None:
             wire["scores"] = {label: _finite(score) for label, score in item.scores.items()}
         if item.relevance_score is not None:

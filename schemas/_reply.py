@@ -33,6 +33,7 @@ class _Item(msgspec.Struct):
     scale: float | None = None
     sparse: Sparse | None = None
     multivector: list[Any] | None = None
+    scales: list[float] | None = None
     scores: dict[str, float] | None = None
     relevance_score: float | None = None
     id: str | None = None
@@ -122,7 +123,9 @@ def _results(wire: _Reply) -> Reply:
 
 def _check_finite(item: _Item) -> None:
     numbers = [*(item.scores or {}).values(), *(item.sparse.values if item.sparse else ())]
-    numbers += [x for x in (item.relevance_score, item.scale) if x is not None]
+    numbers += [
+        x for x in (item.relevance_score, item.scale, *(item.scales or ())) if x is not None
+    ]
     if not all(map(math.isfinite, numbers)):
         raise NonFinite("a result is not finite", items=[item.index])
 
@@ -138,6 +141,7 @@ def _item(item: _Item, dtype: DType, path: str) -> ItemReply:
             multivector=None
             if item.multivector is None
             else [from_wire(vector, dtype) for vector in item.multivector],
+            scales=item.scales,
             scores=item.scores,
             relevance_score=item.relevance_score,
             id=item.id,

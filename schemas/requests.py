@@ -100,12 +100,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedRequest(Request, frozen=True, kw_only=True):
-    """Texts, token ids or images -> vectors."""
+    """Texts, token ids or images -> vectors.
+
+    `outputs` empty (left out on the wire) means the model's own: dense where it has a dense vector,
+    else sparse, else multivector.
+    """
 
     input: tuple[Item, ...]
     dimensions: int | None = None
     normalize: bool | None = None
-    outputs: tuple[Output, ...] = ("dense",)
+    outputs: tuple[Output, ...] = ()
     dtype: DType = "float32"
     prompt_name: str | None = None
     prompt: str | None = None

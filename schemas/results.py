@@ -51,7 +51,8 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
     Vectors are little-endian bytes of the reply's `dtype` in memory; the codec writes them as the
     request's `encoding` asks. `multivector` holds one such value per vector.
-    `scale` is given with int8: component = integer * scale.
+    `scale` is given with int8: component = integer * scale; `scales` holds the same for each vector
+    of `multivector`.
     `scores` maps label names to scores (classify); `relevance_score` is a float (rerank, score).
     """
 
@@ -60,6 +61,7 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None = None
     sparse: Sparse | None = None
     multivector: list[bytes] | None = None
+    scales: list[float] | None = None
     scores: dict[str, float] | None = None
     relevance_score: float | None = None
     id: str | None = None
