@@ -64,7 +64,7 @@ _DEFAULT_LIMITS = Limits()
 
 def decode_request(
     body: bytes | None,
-    headers: Mapping[str, bytes],
+    headers: Mapping[str, bytes] | None,
     *,
     default_id: str,
     limits: Limits = _DEFAULT_LIMITS,
@@ -73,7 +73,7 @@ def decode_request(
 
     Args:
         body: the record. None (a Kafka tombstone) and b"" are two different errors.
-        headers: record headers; any case, bytes or str.
+        headers: record headers; any case, bytes or str. None is no headers.
         default_id: the request id when neither body nor header names one.
         limits: what a record may hold.
 
@@ -82,6 +82,7 @@ def decode_request(
             (`request_id`, `reply_to`, `content_type`, `metadata`). `UndecodableRecord` when the
             bytes are no record at all.
     """
+    headers = headers or {}
     record: Record | None = None
     try:
         if body is None:

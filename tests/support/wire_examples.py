@@ -93,7 +93,7 @@ def replies() -> dict[str, tuple[Reply | FailureReply, Encoding | None]]:
     int8 = Reply(
         id="r-3", task="embed", model=MODEL, n=2, usage=Usage(3, 3), dimensions=4, dtype="int8",
         items=[
-            ItemReply(index=0, embedding=b"\x00\x7f\x80\xff", scale=0.0078125, tokens=3, truncated=True),
+            ItemReply(index=0, embedding=b"\x00\x7f\x80\xff", scale=0.0078125, multivector=[b"\x01\x02\x03\xff"], scales=[0.5], tokens=3, truncated=True),
             ItemReply(index=1, error=NonFinite("the model gave NaN")),
         ],
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from schemas import headers as h
+from schemas.codec import decode_request
 from schemas.errors import EmbedstreamError, Internal, InvalidRequest, UndecodableRecord
 from schemas.results import FailureReply
 from tests.support.wire import BOTH, decode, raw, refusal
@@ -34,6 +35,13 @@ def test_names_in_any_case_and_str_values():
     )  # fmt: skip
     assert (request.reply_to, request.id) == ("embedstream.é", "r")
     assert (request.deadline_ms, request.traceparent) == (12, "00-ab-cd-01")
+
+
+def test_headers_may_be_none():
+    """E14: a record without headers."""
+    assert decode_request(raw(EMBED), None, default_id="d").id == "d"
+    with pytest.raises(UndecodableRecord):
+        decode_request(b"", None, default_id="d")
 
 
 def test_empty_header_values_count_as_absent():

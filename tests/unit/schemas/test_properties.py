@@ -166,6 +166,7 @@ def replies(draw):
             fields["embedding"] = draw(optional(vectors(dtype, n_values)))
             fields["multivector"] = draw(optional(st.lists(vectors(dtype, n_values), max_size=3)))
             fields["scale"] = draw(optional(floats))
+            fields["scales"] = draw(optional(st.lists(floats, max_size=3)))
             weights = draw(st.dictionaries(indexes, floats, max_size=3))
             fields["sparse"] = draw(
                 optional(st.just(Sparse(list(weights), list(weights.values()))))

@@ -99,7 +99,8 @@ def test_index_count_usage_and_normalized_are_always_there(content_type):
 @both
 @NOT_FINITE
 @pytest.mark.parametrize(
-    "where", ["embedding", "multivector", "sparse", "scores", "relevance", "scale"]
+    "where",
+    ["embedding", "multivector", "sparse", "scores", "relevance", "scale", "scales"],
 )
 def test_non_finite_result_is_refused_and_named(content_type, bad, where):
     """A04: NaN in one result never reaches the encoder; the error names the item."""
@@ -110,6 +111,7 @@ def test_non_finite_result_is_refused_and_named(content_type, bad, where):
         "scores": ItemReply(index=7, scores={"a": bad}),
         "relevance": ItemReply(index=7, relevance_score=bad),
         "scale": ItemReply(index=7, scale=bad),
+        "scales": ItemReply(index=7, scales=[1.0, bad]),
     }[where]
     reply = msgspec.structs.replace(reply_of(2), items=[*reply_of(1).items, broken])
     with pytest.raises(NonFinite) as caught:
@@ -229,6 +231,32 @@ def test_cut_does_not_depend_on_timings(content_type):
         for timings in (Timings(0.0, 1.0, 2.0), Timings(1 / 3, 123456.789, 1e-17))
     }
     assert len(cuts) == 1
+
+
+@both
+def test_whether_a_reply_is_cut_does_not_depend_on_timings(content_type):
+    """E12: nor at the very limit, where a few digits more would tip it."""
+    narrow, wide = (
+        reply_of(40, timings=t) for t in (Timings(0.0, 0.0, 0.0), Timings(*[1 / 3] * 3))
+    )
+    size = len(encode_reply(wide, content_type=content_type))
+    outcomes = set()
+    for limit in range(size - 70, size + 120):
+        parts = [split_reply(r, limit, content_type=content_type) for r in (narrow, wide)]
+        assert len(parts[0]) == len(parts[1])
+        assert all(len(body) <= limit for bodies in parts for body in bodies)
+        outcomes.add(len(parts[0]))
+    assert outcomes == {1, 2}
+
+
+@both
+@pytest.mark.parametrize("n", [15, 16, 17, 60])
+def test_parts_fit_at_every_limit(content_type, n):
+    """E12: list headers and separators are counted, byte by byte."""
+    reply = reply_of(n)
+    for limit in range(1_000, 1_130):
+        bodies = split_reply(reply, limit, content_type=content_type)
+        assert all(len(body) <= limit for body in bodies)
 
 
 @both
