@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_CONCURRENT = 32
+DRAIN_BUDGET_S = 2.0
+"""When a person presses Ctrl-C; a run that ends by itself has nothing left to drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,4 +362,9 @@ def _one_off_settings(command: AskCommand) -> Settings:
             except ModelFetchError as error:
                 raise OperatorError(f"--model: {error}" if command.model else str(error)) from None
             pool[name] = msgspec.structs.replace(model, path=path)
-    return msgspec.structs.replace(settings, models=pool, routes=())
+    return msgspec.structs.replace(
+        settings,
+        models=pool,
+        routes=(),
+        lifecycle=msgspec.structs.replace(settings.lifecycle, drain_budget_s=DRAIN_BUDGET_S),
+    )

@@ -124,3 +124,9 @@ def markdown() -> str:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{PREFIX}{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
     return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(markdown())
