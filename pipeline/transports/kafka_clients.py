@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,23 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
     return ClusterFacts(idempotent, limit, tuple(notices))
 
 
+async def closed_in_time(closing: Awaitable[Any], bound_s: float) -> bool:
+    """Await one of aiokafka's close calls; False when it failed or took longer than `bound_s`."""
+    try:
+        async with asyncio.timeout(bound_s):
+            try:
+                await closing
+            except asyncio.CancelledError:
+                # aiokafka awaits tasks that it has just cancelled itself; that is not our end.
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return False
+    except (KafkaError, TimeoutError):
+        return False
+    return True
+
+
 @contextlib.asynccontextmanager
 async def _admin(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
     admin = AIOKafkaAdminClient(**client_settings(options))
@@ -112,9 +129,7 @@ async def _admin(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
             raise ConnectionError(await _why_unreachable(options, error)) from None
         yield admin
     finally:
-        with contextlib.suppress(TimeoutError, KafkaError):
-            async with asyncio.timeout(options.close_timeout_s):
-                await admin.close()
+        await closed_in_time(admin._client.close(), options.close_timeout_s)
 
 
 async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
@@ -150,10 +165,11 @@ async def _check_advertised(
     options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
 ) -> None:
     """Clients talk to the addresses that brokers advertise, not to the bootstrap address."""
-    brokers = (await admin.describe_cluster())["brokers"]
+    # What the bootstrap connection was told; asking again would use the address in question.
+    brokers = list(admin._client.cluster.brokers())
     unreachable: list[str] = []
     for broker in brokers:
-        host, port = broker["host"], broker["port"]
+        host, port = broker.host, broker.port
         try:
             async with asyncio.timeout(_REACH_S):
                 _, writer = await asyncio.open_connection(host, port)

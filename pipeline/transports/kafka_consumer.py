@@ -8,7 +8,6 @@ gone or a rebalance is pending (aiokafka's own `stop` does not).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from .kafka_clients import client_settings
+from .kafka_clients import client_settings, closed_in_time
 from .options import KafkaOptions
 
 log = structlog.get_logger(__name__)
@@ -100,10 +99,8 @@ async def records_wait(consumer: AIOKafkaConsumer, partitions: Sequence[TopicPar
 
 async def stop_consumer(consumer: AIOKafkaConsumer, bound_s: float) -> None:
     """Leave the group and disconnect; after `bound_s` cut tasks and connections instead."""
-    with contextlib.suppress(TimeoutError, KafkaError):
-        async with asyncio.timeout(bound_s):
-            await consumer.stop()
-            return
+    if await closed_in_time(consumer.stop(), bound_s):
+        return
     log.warning("kafka_consumer_cut", after_s=bound_s)
     if consumer._coordinator is not None:
         for name in ("_coordination_task", "_heartbeat_task", "_commit_refresh_task"):
@@ -112,6 +109,4 @@ async def stop_consumer(consumer: AIOKafkaConsumer, bound_s: float) -> None:
                 task.cancel()
     for part in (consumer._fetcher, consumer._client):
         if part is not None:
-            with contextlib.suppress(TimeoutError, KafkaError):
-                async with asyncio.timeout(_CUT_TIMEOUT_S):
-                    await part.close()
+            await closed_in_time(part.close(), _CUT_TIMEOUT_S)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import structlog
 from aiokafka import AIOKafkaProducer
@@ -31,7 +31,7 @@ from aiokafka.errors import (
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
 
 from .destinations import forbidden
-from .kafka_clients import ClusterFacts, client_settings, survey
+from .kafka_clients import ClusterFacts, client_settings, closed_in_time, survey
 from .options import KafkaOptions, topic_error
 
 log = structlog.get_logger(__name__)
@@ -40,6 +40,7 @@ RECORD_OVERHEAD_BYTES = 1024
 """Kept free below the broker's limit: batch and record framing (under 100 bytes), a key of 256."""
 MAX_BATCH_BYTES = 256 * 1024
 _FIND_TOPIC_S = 5.0
+_CUT_TIMEOUT_S = 1.0
 _MAX_KNOWN_TOPICS = 10_000
 _PERMANENT = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError, InvalidTopicError)
 _BROKEN_PRODUCER = (OutOfOrderSequenceNumber, ProducerClosed, ProducerFenced)
@@ -57,6 +58,7 @@ class KafkaSink:
         self._batch_bytes = min(MAX_BATCH_BYTES, options.max_request_size)
         self._known_topics: set[str] = set()
         self._closed = False
+        self._bounds: set[asyncio.Timeout] = set()
         self.max_record_bytes: int | None = options.max_request_size - RECORD_OVERHEAD_BYTES
         self.dead_letter_destination = options.dead_letter_topic
 
@@ -89,7 +91,7 @@ class KafkaSink:
     ) -> None:
         bound_s = self._options.request_timeout_ms / 1000
         try:
-            async with asyncio.timeout(bound_s):
+            async with self._bounded(bound_s):
                 producer = await self._ready_producer()
                 if destination not in self._known_topics:
                     await self._find_topic(producer, destination)
@@ -101,7 +103,9 @@ class KafkaSink:
                 )
         except TimeoutError:
             raise PublishError(
-                f"no acknowledgement from Kafka within request_timeout_ms ({bound_s:g} s)",
+                "the Kafka sink was closed before the acknowledgement came"
+                if self._closed
+                else f"no acknowledgement from Kafka within request_timeout_ms ({bound_s:g} s)",
                 retryable=True,
             ) from None
         except (MessageSizeTooLargeError, RecordListTooLargeError):
@@ -133,6 +137,18 @@ class KafkaSink:
         producer, self._producer = self._producer, None
         if producer is not None:
             await self._stop(producer)
+        for timeout in self._bounds:
+            timeout.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, bound_s: float) -> AsyncIterator[None]:
+        """A time-out that `aclose` can bring forward: no publish outlives its producer."""
+        async with asyncio.timeout(bound_s) as timeout:
+            self._bounds.add(timeout)
+            try:
+                yield
+            finally:
+                self._bounds.discard(timeout)
 
     async def _ready_producer(self) -> AIOKafkaProducer:
         if self._producer is not None:
@@ -170,13 +186,14 @@ class KafkaSink:
 
     async def _find_topic(self, producer: AIOKafkaProducer, topic: str) -> None:
         """Bounded: aiokafka alone would look for a missing topic until the request times out."""
+        bound_s = min(_FIND_TOPIC_S, self._options.request_timeout_ms / 3000)
         try:
-            async with asyncio.timeout(_FIND_TOPIC_S):
+            async with asyncio.timeout(bound_s):
                 await producer.partitions_for(topic)
         except (TimeoutError, UnknownTopicOrPartitionError):
             try:
-                async with asyncio.timeout(_FIND_TOPIC_S):
-                    broker_answers = await producer.client.force_metadata_update()
+                async with asyncio.timeout(bound_s):
+                    broker_answers = await asyncio.shield(producer.client.force_metadata_update())
             except TimeoutError:
                 broker_answers = False
             if broker_answers:
@@ -198,14 +215,10 @@ class KafkaSink:
             await self._stop(producer)
 
     async def _stop(self, producer: AIOKafkaProducer) -> None:
-        with contextlib.suppress(TimeoutError, KafkaError):
-            async with asyncio.timeout(self._options.close_timeout_s):
-                await producer.stop()
-                return
+        if await closed_in_time(producer.stop(), self._options.close_timeout_s):
+            return
         # The broker is gone and stop waits for it: cut the tasks and connections instead.
         sender = producer._sender.sender_task
         if sender is not None:
             sender.cancel()
-        with contextlib.suppress(TimeoutError, KafkaError):
-            async with asyncio.timeout(1.0):
-                await producer.client.close()
+        await closed_in_time(producer.client.close(), _CUT_TIMEOUT_S)
