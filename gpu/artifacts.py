@@ -140,6 +140,11 @@ def load_spec(
     st_config = read_json(folder / "config_sentence_transformers.json")
     common |= _prompts(folder, st_config, prompts, default_prompt_name)
     if architecture.endswith("ForSequenceClassification") and not modules.pooling:
+        if common["default_prompt_name"] is not None:
+            raise ModelLoadError(
+                f"{folder}: default_prompt_name {common['default_prompt_name']!r} on a model with a "
+                "score head is not supported"
+            )
         answer = _head_fields(folder, family, config, st_config)
     else:
         answer = _embed_fields(folder, family, config, modules, pooling, matryoshka_dimensions)
@@ -302,6 +307,10 @@ def _max_tokens(
     if positions is not None and int(positions) > 0:
         limits.append(int(positions) - position_offset(family, config.get("pad_token_id")))
     ceiling = limits[0] if limits and family.learned_positions else None
+    rope_ceiling = _rope_ceiling(config)
+    if rope_ceiling is not None:
+        limits.append(rope_ceiling)
+        ceiling = min(rope_ceiling, ceiling or rope_ceiling)
     for file, key in (
         (folder / "sentence_bert_config.json", "max_seq_length"),
         (transformer / "sentence_bert_config.json", "max_seq_length"),
@@ -321,3 +330,20 @@ def _max_tokens(
             f"{folder}: no file limits the length; set `max_tokens` for this model"
         )
     return min(limits)
+
+
+def _rope_ceiling(config: Mapping[str, Any]) -> int | None:
+    """Longest item for which the RoPE does not depend on what else is in the pack, or None.
+
+    "dynamic" and "longrope" choose their frequencies by the longest position of the whole call, but
+    only past the length that the model was trained for; up to it they are ordinary.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    entries = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    for entry in entries:
+        if (entry.get("rope_type") or entry.get("type")) in ("dynamic", "longrope"):
+            trained = entry.get("original_max_position_embeddings") or config.get(
+                "original_max_position_embeddings", config.get("max_position_embeddings")
+            )
+            return None if trained is None else int(trained)
+    return None

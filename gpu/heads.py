@@ -23,23 +23,33 @@ HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]
 def build_head(model: nn.Module, base: nn.Module, family: Family, config: Any) -> HeadFn:
     """The head of a `*ForSequenceClassification` model as a function of packed hidden states.
 
-    model: the whole model; base: its base model, whose pooler a BERT-like head needs.
+    model: the whole model; base: its base model. A BERT-like pooler is taken out of the base model,
+    which would run it on the first token of the whole pack. The head is computed in fp32.
     Raises `ValueError` for a family without a recipe.
     """
     m: Any = model
-
+    b: Any = base
     if family.head == "pooler_classifier":
-        pooler: Any = base.pooler
-        return lambda h, s: m.classifier(pooler(first_rows(h, s).unsqueeze(1)))
+        pooler = b.pooler
+        b.pooler = None
+        pooler.float()
+        m.classifier.float()
+        return lambda h, s: m.classifier(pooler(first_rows(h, s).float().unsqueeze(1)))
     if family.head == "classifier_on_first":
-        return lambda h, s: m.classifier(first_rows(h, s).unsqueeze(1))
+        m.classifier.float()
+        return lambda h, s: m.classifier(first_rows(h, s).float().unsqueeze(1))
     if family.head == "distilbert":
-        return lambda h, s: m.classifier(torch.relu(m.pre_classifier(first_rows(h, s))))
+        m.pre_classifier.float()
+        m.classifier.float()
+        return lambda h, s: m.classifier(torch.relu(m.pre_classifier(first_rows(h, s).float())))
     if family.head == "modernbert":
+        m.head.float()
+        m.classifier.float()
         pool = {"cls": first_rows, "mean": mean_rows}[str(config.classifier_pooling)]
-        return lambda h, s: m.classifier(m.head(pool(h, s)))
+        return lambda h, s: m.classifier(m.head(pool(h, s).float()))
     if family.head == "score_on_last":
-        return lambda h, s: m.score(last_rows(h, s))
+        m.score.float()
+        return lambda h, s: m.score(last_rows(h, s).float())
     raise ValueError(f"no head recipe for model type {family.model_type}")
 
 

@@ -143,7 +143,8 @@ class TextEncoder:
             return []
         try:
             encodings = self._batch(texts, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 - one odd text must not fail the others
+        except BaseException as error:  # noqa: BLE001 - one odd text must not fail the others
+            _reraise_unless_fault(error)
             return [self._content(text) for text in texts]
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -152,7 +153,8 @@ class TextEncoder:
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
             ids = self._batch([clean], add_special_tokens=False)[0].ids
-        except Exception as error:  # noqa: BLE001 - whatever this text did, it did to itself
+        except BaseException as error:  # noqa: BLE001 - whatever this text did, it did to itself
+            _reraise_unless_fault(error)
             return ModelError(f"the tokenizer cannot take this text: {type(error).__name__}")
         return np.asarray(ids, dtype=np.int32)
 
@@ -176,7 +178,8 @@ class TextEncoder:
                     "this model takes no images", path=f"$.input[{index}]", items=(index,)
                 )
             items.append(encoded)
-        return EncodedRequest(tuple(items), prompt=plan.prompt)
+        # Ids are used as they came: a request of ids alone had no prompt put before it.
+        return EncodedRequest(tuple(items), prompt=plan.prompt if plan.texts else None)
 
     def _single(
         self, plan: _Plan, index: int, text: str, content: Content, prompt_ids: Int32 | None
@@ -306,6 +309,12 @@ def _empty(path: str, index: int) -> EmptyInput:
         path=path,
         items=(index,),
     )
+
+
+def _reraise_unless_fault(error: BaseException) -> None:
+    """A panic of the Rust library is no `Exception`, but a fault of one text all the same."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 def load_encoder(

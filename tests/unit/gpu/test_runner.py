@@ -133,20 +133,22 @@ def test_a_wrong_position_offset_is_caught(tmp_path: Path, monkeypatch: pytest.M
     assert "differs from transformers" in " ".join(runner.info.notes)
 
 
-def test_rope_that_depends_on_the_pack_is_caught(tmp_path: Path) -> None:
-    """`dynamic` RoPE takes its frequencies from the longest item of a call: never packed."""
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_pack_is_kept_where_it_does_not(tmp_path: Path, kind: str) -> None:
+    """`dynamic` and `longrope` take their frequencies from the longest item of a call once it is
+    longer than what the model was trained for; such items are not admitted."""
     folder = write_model(tmp_path / "m", "llama", pooling="lasttoken")
-    edit_json(
-        folder / "config.json",
-        max_position_embeddings=16,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    )
-    try:
-        runner = make_runner_factory("m", folder, max_tokens=64)()
-    except ModelLoadError as error:
-        assert "self-check" in str(error)
-    else:
-        assert runner.info.packed is False
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    trained: dict[str, Any] = {"max_position_embeddings": 16}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= {"original_max_position_embeddings": 16}
+        trained = {"max_position_embeddings": 64}
+    edit_json(folder / "config.json", rope_parameters=rope, **trained)
+    with pytest.raises(ModelLoadError, match="max_tokens"):
+        make_runner_factory("m", folder, max_tokens=17)()
+    runner = make_runner_factory("m", folder)()
+    assert runner.info.max_tokens == 16 and runner.info.packed
 
 
 def test_a_classification_head_that_differs_is_refused(
@@ -502,3 +504,24 @@ def test_no_tensor_reads_the_weights_file_after_the_load(tmp_path: Path, prepack
         file.truncate(0)
     for got, expected in zip(run(runner, items(runner)), before, strict=True):
         assert np.array_equal(values(got), expected)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a12_j02_half_precision_is_close_and_named(load: Any, family: str) -> None:
+    """A12, J02: dtype is explicit, pooling and heads stay fp32, nothing is non-finite."""
+    model = {"pooling": pooling_of(family)}
+    exact = load(family, **model)
+    half = load(family, settings={"dtype": "bfloat16"}, **model)
+    assert (exact.info.dtype, half.info.dtype) == ("float32", "bfloat16")
+    assert exact.info.fingerprint == half.info.fingerprint
+    pool = items(exact, (3, 9, 17, 30))
+    for a, b in zip(run(exact, pool), run(half, pool), strict=True):
+        assert b.dense.dtype == np.float32
+        assert float(a.dense @ b.dense) > 0.98
+
+
+def test_a05_half_precision_scores_are_fp32_and_finite(load: Any) -> None:
+    for family in ("bert", "modernbert", "distilbert", "qwen3", "xlm-roberta"):
+        runner = load(family, settings={"dtype": "bfloat16"}, labels=3)
+        for outcome in run(runner, items(runner, (3, 9, 17))):
+            assert outcome.scores.dtype == np.float32 and np.isfinite(outcome.scores).all()

@@ -19,6 +19,7 @@ from schemas.errors import (
     EmptyInput,
     InvalidDimensions,
     InvalidRequest,
+    ModelError,
     TooLong,
     Unsupported,
 )
@@ -424,3 +425,28 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_encoder(load_spec(folder))
+
+
+def test_a_panic_of_the_tokenizer_costs_its_text_only(
+    bert: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never an exception for what a sender may cause: a panic is no `Exception` in Python."""
+    PanicException = type("PanicException", (BaseException,), {})
+    inner = bert._batch
+
+    def panics(texts: list[str], **kwargs: Any) -> Any:
+        if any("boom" in text for text in texts):
+            raise PanicException("index out of bounds")
+        return inner(texts, **kwargs)
+
+    monkeypatch.setattr(bert, "_batch", panics)
+    good, bad, other = one(bert, embed("hello", "boom", "world")).items
+    assert good.n_tokens == other.n_tokens == 3
+    assert isinstance(bad, ModelError) and "boom" not in bad.message
+
+
+def test_ids_alone_get_no_prompt_and_echo_none(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "bert", prompts={"query": "query: "})
+    edit_json(folder / "config_sentence_transformers.json", default_prompt_name="query")
+    encoded = one(load_encoder(load_spec(folder)), embed(TokenIds((5, 6))))
+    assert encoded.prompt is None and encoded.items[0].input_ids.tolist() == [5, 6]
