@@ -1,4 +1,5 @@
-"""The module list of a Sentence-Transformers folder: Transformer, Pooling, Dense, Normalize.
+"""The module list of a Sentence-Transformers folder: Transformer, Pooling, Dense, Normalize; for
+sparse models Transformer, SpladePooling; for ColBERT Transformer, Dense, MultiVectorMask, Normalize.
 
 Who calls it: `gpu.artifacts`.
 What must stay true: a module or a pooling that we do not compute is refused by name; leaving one out
@@ -54,13 +55,22 @@ def read_json(path: Path, *, required: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """modules.json, read."""
+    """modules.json, read.
+
+    splade: the SpladePooling's config. token_dense: Dense modules that work on every token, there only
+    without a pooling. mask: the MultiVectorMask's config. normalize: of the vectors, or of every
+    token's.
+    """
 
     transformer: Path
     pooling: Mapping[str, Any] | None = None
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     described: bool = False  # there is a modules.json
+    splade: Mapping[str, Any] | None = None
+    token_dense: tuple[DenseSpec, ...] = ()
+    mask: Mapping[str, Any] | None = None
+    logit_score: Mapping[str, Any] | None = None  # config of a CrossEncoder's LogitScore
 
 
 def read_modules(folder: Path) -> Modules:
@@ -69,42 +79,93 @@ def read_modules(folder: Path) -> Modules:
         return Modules(folder)
     transformer: Path | None = None
     pooling: Mapping[str, Any] | None = None
+    splade: Mapping[str, Any] | None = None
+    mask: Mapping[str, Any] | None = None
     dense: list[DenseSpec] = []
+    token_dense: list[DenseSpec] = []
     normalize = False
+    logit_score: Mapping[str, Any] | None = None
+    colbert = is_colbert(folder)
     for entry in entries:
         kind = str(entry.get("type", "")).rsplit(".", 1)[-1]
         path = folder / str(entry.get("path", ""))
-        if kind == "Transformer" and transformer is None:
+        done = splade is not None or mask is not None
+        if kind in ("Transformer", "MLMTransformer") and transformer is None:
             transformer = path
-        elif kind == "Pooling" and pooling is None and transformer is not None:
+        elif transformer is None or splade is not None:
+            raise _misplaced(folder, entry)
+        elif kind == "SpladePooling" and pooling is None and not token_dense:
+            splade = read_json(path / "config.json", required=True)
+        elif kind == "Dense" and pooling is None and not done and _on_tokens(path, colbert):
+            token_dense.append(_dense(folder, path, "token_embeddings" if not colbert else None))
+        elif kind == "MultiVectorMask" and token_dense and mask is None:
+            mask = read_json(path / "config.json", required=True)
+        elif kind == "Normalize" and token_dense:
+            normalize = True
+        elif kind == "Pooling" and pooling is None and not token_dense:
             pooling = read_json(path / "config.json", required=True)
         elif kind == "Dense" and pooling is not None and not normalize:
             dense.append(_dense(folder, path))
         elif kind == "Normalize" and pooling is not None:
             normalize = True
+        elif kind in ("LogitScore", "CausalScoreHead") and transformer and pooling is None:
+            logit_score = read_json(path / "config.json", required=True)
         elif kind == "Dropout":
             continue
         else:
-            raise ModelLoadError(
-                f"{folder}: module {entry.get('type')!r} in modules.json is not supported at this "
-                "place; supported are Transformer, Pooling, Dense, Normalize, in this order"
-            )
+            raise _misplaced(folder, entry)
     if transformer is None:
         raise ModelLoadError(f"{folder}: modules.json names no Transformer module")
-    return Modules(transformer, pooling, tuple(dense), normalize, described=True)
+    if (
+        token_dense
+        and read_json(folder / "config_sentence_transformers.json").get("model_type") == "ColBERT"
+    ):
+        normalize = True  # PyLate before 4 normalised in its own code and listed no module for it
+    return Modules(
+        transformer,
+        pooling,
+        tuple(dense),
+        normalize,
+        described=True,
+        logit_score=logit_score,
+        splade=splade,
+        token_dense=tuple(token_dense),
+        mask=mask,
+    )
 
 
-def _dense(folder: Path, path: Path) -> DenseSpec:
+def _misplaced(folder: Path, entry: Mapping[str, Any]) -> ModelLoadError:
+    return ModelLoadError(
+        f"{folder}: module {entry.get('type')!r} in modules.json is not supported at this place; "
+        "supported are Transformer, Pooling, Dense, Normalize, in this order; Transformer, "
+        "SpladePooling; Transformer, Dense (on tokens), MultiVectorMask, Normalize"
+    )
+
+
+def is_colbert(folder: Path) -> bool:
+    """The folder calls itself a multi-vector model, so that its Dense modules work on tokens."""
+    st_config = read_json(folder / "config_sentence_transformers.json")
+    return st_config.get("model_type") in ("ColBERT", "MultiVectorEncoder")
+
+
+def _on_tokens(path: Path, colbert: bool) -> bool:
+    named = read_json(path / "config.json", required=True).get("module_input_name")
+    return named == "token_embeddings" or (named in (None, "sentence_embedding") and colbert)
+
+
+def _dense(folder: Path, path: Path, works_on: str | None = "sentence_embedding") -> DenseSpec:
+    """works_on: what its config may name as input and output; None: either, as ColBERT folders do."""
+    usual_names = (works_on,) if works_on else ("sentence_embedding", "token_embeddings")
     config = read_json(path / "config.json", required=True)
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     odd = [
         f"{name}={config[name]!r}"
         for name, usual in (
-            ("module_input_name", "sentence_embedding"),
-            ("module_output_name", "sentence_embedding"),
-            ("use_residual", False),
+            ("module_input_name", usual_names),
+            ("module_output_name", usual_names),
+            ("use_residual", (False,)),
         )
-        if config.get(name) not in (None, usual)
+        if config.get(name) not in (None, *usual)
     ]
     if not activation.startswith("torch.nn."):
         odd.append(f"activation_function={activation!r}")

@@ -1,0 +1,191 @@
+"""What a folder says about outputs beside one dense vector: sparse weights and token-level vectors.
+
+Who calls it: `gpu.artifacts` while it reads a folder; `gpu.sparse` and `gpu.token_vectors` compute it.
+What must stay true: JSON only (no torch); a module, a setting or a head that we do not compute as
+its library does is refused by name; files named here go into the fingerprint.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .faults import ModelLoadError
+from .modules import DenseSpec, Modules, read_json
+
+SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.pt", "colbert_linear.pt"
+_NEVER_LEXICAL = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
+
+
+@dataclass(frozen=True, slots=True)
+class SpladeSpec:
+    """Weights over the vocabulary from the masked-LM head: ``pool(log1p(relu(logits)))`` per item.
+
+    pooling: over the item's tokens, special ones included. twice: log1p is applied a second time
+    (OpenSearch's ``log1p_relu``). Formulas: Sentence-Transformers' `SpladePooling`.
+    """
+
+    pooling: Literal["max", "sum"] = "max"
+    twice: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LexicalSpec:
+    """BGE-M3's sparse head: ``relu(linear(h))`` per token, the largest weight of each token id.
+
+    dropped_ids: special tokens, which get no weight. Formula: FlagEmbedding's `M3Embedder`.
+    """
+
+    linear: Path
+    dropped_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenVectorSpec:
+    """One vector per token: a projection of its hidden state.
+
+    dense: Dense modules in order; linear: BGE-M3's pickled one instead. skip_first: the first token
+    gives no vector (BGE-M3). skip_ids: tokens of documents that give none (ColBERT's skip list).
+    query_prompt: items under this prompt name are queries, whose tokens all count.
+    prefix_ids: prompt name -> the one token that stands for the prompt, right after the first one.
+    expanded_queries: the library pads queries with mask tokens, which we do not.
+    """
+
+    dimensions: int
+    dense: tuple[DenseSpec, ...] = ()
+    linear: Path | None = None
+    skip_first: bool = False
+    skip_ids: tuple[int, ...] = ()
+    query_prompt: str = "query"
+    prefix_ids: tuple[tuple[str, int], ...] = ()
+    expanded_queries: bool = False
+
+
+def splade_spec(folder: Path, modules: Modules, pooling: str | None) -> SpladeSpec | None:
+    """From a SpladePooling module, or from the setting ``pooling = "splade"``; None: not sparse."""
+    if modules.splade is None:
+        return SpladeSpec() if pooling == "splade" else None
+    if pooling not in (None, "splade"):
+        raise ModelLoadError(
+            f"{folder}: pooling = {pooling!r} on a SPLADE model; leave it out, or name another folder"
+        )
+    strategy = modules.splade.get("pooling_strategy", "max")
+    activation = modules.splade.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise ModelLoadError(
+            f"{folder}: SpladePooling with {strategy!r} and {activation!r} is not supported; supported "
+            "are max or sum, and relu or log1p_relu"
+        )
+    return SpladeSpec(pooling=strategy, twice=activation == "log1p_relu")
+
+
+def m3_specs(
+    transformer: Path, config: Mapping[str, Any], hidden_size: int
+) -> tuple[LexicalSpec, TokenVectorSpec] | None:
+    """BGE-M3's two extra heads, when both files lie beside the weights; None: an ordinary folder."""
+    sparse, colbert = transformer / SPARSE_LINEAR, transformer / COLBERT_LINEAR
+    there = [path.name for path in (sparse, colbert) if path.is_file()]
+    if not there:
+        return None
+    if len(there) == 1:
+        raise ModelLoadError(
+            f"{transformer}: {there[0]} without its other half; a BGE-M3 folder holds "
+            f"{SPARSE_LINEAR} and {COLBERT_LINEAR}"
+        )
+    lexical = LexicalSpec(sparse, special_ids(transformer, config, _NEVER_LEXICAL))
+    return lexical, TokenVectorSpec(dimensions=hidden_size, linear=colbert, skip_first=True)
+
+
+def colbert_spec(
+    folder: Path, transformer: Path, modules: Modules, st_config: Mapping[str, Any]
+) -> TokenVectorSpec | None:
+    """From a module list without pooling whose Dense modules work on tokens; None: not ColBERT."""
+    if not modules.token_dense:
+        return None
+    for before, after in zip(modules.token_dense, modules.token_dense[1:], strict=False):
+        if before.out_features != after.in_features:
+            raise ModelLoadError(
+                f"{folder}: Dense {after.folder.name} does not fit the one before it"
+            )
+    pylate = st_config.get("model_type") == "ColBERT"
+    words: Sequence[str] = ()
+    if modules.mask is not None:
+        if modules.mask.get("keep_only_token_ids"):
+            raise ModelLoadError(
+                f"{folder}: MultiVectorMask with keep_only_token_ids is unsupported"
+            )
+        tasks = modules.mask.get("skiplist_tasks") or ["document"]
+        if tasks not in ("document", ["document"]):
+            raise ModelLoadError(
+                f"{folder}: MultiVectorMask with skiplist_tasks {tasks!r}: unsupported"
+            )
+        words = modules.mask.get("skiplist_words") or ()
+    elif pylate:
+        named = st_config.get("skiplist_words")
+        words = list(string.punctuation) if named is None else named
+    prefixes = {
+        name: str(st_config[key])
+        for key, name in (("query_prefix", "query"), ("document_prefix", "document"))
+        if st_config.get(key)
+    }
+    ids = vocabulary(transformer) if words or prefixes else {}
+    prefix_ids = tuple(
+        (name, ids[found])
+        for name, prefix in prefixes.items()
+        if (found := next((p for p in (prefix, prefix.strip()) if p in ids), None)) is not None
+    )
+    return TokenVectorSpec(
+        dimensions=modules.token_dense[-1].out_features,
+        dense=modules.token_dense,
+        skip_ids=tuple(sorted(ids[word] for word in words if word in ids)),
+        prefix_ids=prefix_ids,
+        expanded_queries=_expands_queries(transformer, st_config, pylate),
+    )
+
+
+def _expands_queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> bool:
+    own = read_json(transformer / "sentence_bert_config.json").get("query_expansion")
+    if own is not None or st_config.get("query_expansion") is not None:
+        return True
+    return pylate and st_config.get("do_query_expansion") is not False
+
+
+def vocabulary(transformer: Path) -> dict[str, int]:
+    """Token -> id from tokenizer.json, added tokens included. For models that name tokens by text."""
+    tokenizer = read_json(transformer / "tokenizer.json")
+    if not tokenizer:
+        raise ModelLoadError(
+            f"{transformer}: no tokenizer.json, from which the ids of named tokens are read"
+        )
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    ids = dict(vocab) if isinstance(vocab, dict) else {p[0]: i for i, p in enumerate(vocab)}
+    return ids | {str(t["content"]): int(t["id"]) for t in tokenizer.get("added_tokens") or ()}
+
+
+def special_ids(
+    transformer: Path, config: Mapping[str, Any], names: Sequence[str]
+) -> tuple[int, ...]:
+    """Ids of the special tokens that the tokenizer's files or config.json name, ascending."""
+    tokenizer = read_json(transformer / "tokenizer.json")
+    by_text = vocabulary(transformer)
+    found = {
+        int(config[key])
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if isinstance(config.get(key), int)
+    }
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        said = read_json(transformer / file)
+        for name in names:
+            value = said.get(name)
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(text, str) and text in by_text:
+                found.add(by_text[text])
+    model = tokenizer.get("model") or {}
+    if isinstance(model.get("unk_id"), int):
+        found.add(model["unk_id"])
+    elif model.get("unk_token") in by_text:
+        found.add(by_text[model["unk_token"]])
+    return tuple(sorted(found))
