@@ -242,9 +242,14 @@ class Egress:
         room = None if limit_bytes is None else max(256, limit_bytes - HEADER_ROOM_BYTES)
 
         def encode() -> list[bytes]:
-            if isinstance(reply, FailureReply) or room is None or not self.policy.split_replies:
-                return [encode_reply(reply, content_type=content_type, encoding=encoding)]
-            return split_reply(reply, room, content_type=content_type, encoding=encoding)
+            try:
+                if isinstance(reply, FailureReply) or room is None or not self.policy.split_replies:
+                    return [encode_reply(reply, content_type=content_type, encoding=encoding)]
+                return split_reply(reply, room, content_type=content_type, encoding=encoding)
+            except EmbedstreamError as error:
+                # It would fail the same way for ever (metadata above the room, say): tell why.
+                bare = FailureReply(id=outgoing.request_id, error=error)
+                return [encode_reply(bare, content_type=content_type, encoding=encoding)]
 
         if _numbers_in(reply) > OFF_LOOP_NUMBERS:
             loop = asyncio.get_running_loop()

@@ -465,3 +465,12 @@ async def test_a_reply_that_never_passes_is_given_up_after_max_attempts() -> Non
     assert tried == 3 and len(broker.dead_letters) == 1
     assert broker.dead_letters[0].headers["embedstream-attempts"] == b"3"
     assert metrics.counts["redelivered_total"] == 2
+
+
+async def test_a_reply_that_cannot_be_written_is_a_failure_not_a_loop() -> None:
+    """E12: metadata above the broker's room: `record_too_large`, once, settled."""
+    async with service() as running:
+        running.app.routes[0].sink.max_record_bytes = 2048
+        reply = await ask(running, {"id": "a", "input": "x", "metadata": {"k": "v" * 4000}})
+        assert running._broker.unsettled == 0
+    assert isinstance(reply, FailureReply) and reply.error.code == "record_too_large"
