@@ -19,6 +19,14 @@ HeadRecipe: TypeAlias = Literal[
     "score_on_last",  # score(last token)
 ]
 
+MlmRecipe: TypeAlias = Literal[
+    "cls",  # cls(hidden)
+    "lm_head",  # lm_head(hidden)
+    "distilbert",  # vocab_projector(vocab_layer_norm(activation(vocab_transform(hidden))))
+    "modernbert",  # decoder(head(hidden))
+    "electra",  # generator_lm_head(generator_predictions(hidden))
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -31,6 +39,7 @@ class Family:
     default_pooling: used only when the folder names none; None: such a folder is refused.
     head: recipe of `*ForSequenceClassification`; None: such models are refused.
     causal: attention is causal unless the config says otherwise.
+    mlm: recipe of the head of `*ForMaskedLM`, for SPLADE; None: such models are refused.
     padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
     """
 
@@ -41,6 +50,7 @@ class Family:
     head: HeadRecipe | None = "classifier_on_first"
     causal: bool = False
     padded_because: str | None = None
+    mlm: MlmRecipe | None = None
 
 
 def _decoder(model_type: str, **changes: Any) -> Family:
@@ -55,14 +65,14 @@ def _decoder(model_type: str, **changes: Any) -> Family:
 
 
 _ROWS = (
-    Family("bert", head="pooler_classifier"),
-    Family("roberta", position_offset="pad_token"),
-    Family("xlm-roberta", position_offset="pad_token"),
-    Family("camembert", position_offset="pad_token"),
-    Family("electra"),
-    Family("distilbert", head="distilbert"),
-    Family("modernbert", learned_positions=False, head="modernbert"),
-    Family("nomic_bert", learned_positions=False, head="pooler_classifier"),
+    Family("bert", head="pooler_classifier", mlm="cls"),
+    Family("roberta", position_offset="pad_token", mlm="lm_head"),
+    Family("xlm-roberta", position_offset="pad_token", mlm="lm_head"),
+    Family("camembert", position_offset="pad_token", mlm="lm_head"),
+    Family("electra", mlm="electra"),
+    Family("distilbert", head="distilbert", mlm="distilbert"),
+    Family("modernbert", learned_positions=False, head="modernbert", mlm="modernbert"),
+    Family("nomic_bert", learned_positions=False, head="pooler_classifier", mlm="cls"),
     _decoder("qwen2"),
     _decoder("qwen3"),
     _decoder("llama"),
@@ -71,6 +81,7 @@ _ROWS = (
     Family(
         "mpnet",
         position_offset="pad_token",
+        mlm="lm_head",
         padded_because="its attention carries a relative bias and bypasses the attention interface",
     ),
 )

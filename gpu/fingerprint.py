@@ -59,5 +59,12 @@ def fingerprint_of(
     for name in _MEANING:
         value = meaning.get(name)
         parts[name] = sorted(value) if isinstance(value, frozenset) else value
+    for name in ("pairs", "label_head", "causal"):  # only some models have these
+        if meaning.get(name) is not None:
+            parts[name] = repr(meaning[name])
+    for name in ("sparse", "multivector"):
+        extra = meaning.get(name)
+        if extra is not None:
+            parts[name] = [extra.meaning(), [file_sha256(path) for path in extra.files()]]
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -11,9 +11,10 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from .faults import ModelLoadError
+from .fingerprint import weight_files
 from .modules import DenseSpec, Modules, read_json
 
 SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.pt", "colbert_linear.pt"
@@ -31,6 +32,14 @@ class SpladeSpec:
     pooling: Literal["max", "sum"] = "max"
     twice: bool = False
 
+    def files(self) -> list[Path]:
+        """Weight files beside the model's own."""
+        return []
+
+    def meaning(self) -> Any:
+        """What gives the weights their meaning, as plain values, for the fingerprint."""
+        return ["splade", self.pooling, self.twice]
+
 
 @dataclass(frozen=True, slots=True)
 class LexicalSpec:
@@ -41,6 +50,14 @@ class LexicalSpec:
 
     linear: Path
     dropped_ids: tuple[int, ...]
+
+    def files(self) -> list[Path]:
+        """Weight files beside the model's own."""
+        return [self.linear]
+
+    def meaning(self) -> Any:
+        """What gives the weights their meaning, as plain values, for the fingerprint."""
+        return ["lexical", list(self.dropped_ids)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,77 @@ class TokenVectorSpec:
     query_prompt: str = "query"
     prefix_ids: tuple[tuple[str, int], ...] = ()
     expanded_queries: bool = False
+
+    def files(self) -> list[Path]:
+        """Weight files beside the model's own."""
+        found = [path for dense in self.dense for path in weight_files(dense.folder)]
+        return found if self.linear is None else [self.linear]
+
+    def meaning(self) -> Any:
+        """What gives the weights their meaning, as plain values, for the fingerprint."""
+        activations = [dense.activation for dense in self.dense]
+        return [activations, self.skip_first, list(self.skip_ids), self.prefix_ids]
+
+
+SparseSpec: TypeAlias = SpladeSpec | LexicalSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraOutputs:
+    """Outputs of a folder beside (or, when `dense` is false, instead of) one dense vector.
+
+    pooling, normalize: of the dense vector, where the folder itself does not say.
+    """
+
+    sparse: SparseSpec | None = None
+    multivector: TokenVectorSpec | None = None
+    dense: bool = True
+    pooling: str | None = None
+    normalize: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def extra_outputs(
+    folder: Path,
+    config: Mapping[str, Any],
+    modules: Modules,
+    pooling: str | None,
+    *,
+    has_mlm_head: bool,
+    hidden_size: int,
+) -> ExtraOutputs:
+    """Read them. Raises `ModelLoadError` for what would have to be guessed or cannot be computed."""
+    st_config = read_json(folder / "config_sentence_transformers.json")
+    architecture = str((config.get("architectures") or [""])[0])
+    splade = splade_spec(folder, modules, pooling)
+    if splade is None and pooling is None and st_config.get("model_type") == "SparseEncoder":
+        splade = None if modules.described else SpladeSpec()
+    if splade is not None:
+        if not architecture.endswith("ForMaskedLM") or not has_mlm_head:
+            raise ModelLoadError(
+                f"{folder}: SPLADE pooling needs a *ForMaskedLM of a family whose head is known, this "
+                f"is {architecture or 'a model without an architecture'}"
+            )
+        return ExtraOutputs(sparse=splade, dense=False)
+    token_vectors = colbert_spec(folder, modules.transformer, modules, st_config)
+    if token_vectors is not None:
+        if token_vectors.dense[0].in_features != hidden_size:
+            raise ModelLoadError(
+                f"{folder}: Dense {token_vectors.dense[0].folder.name} takes "
+                f"{token_vectors.dense[0].in_features} features, the model gives {hidden_size}"
+            )
+        expanded = ("queries are not expanded with mask tokens, so they are refused",)
+        return ExtraOutputs(
+            multivector=token_vectors,
+            dense=False,
+            notes=expanded if token_vectors.expanded_queries else (),
+        )
+    m3 = m3_specs(modules.transformer, config, hidden_size)
+    if m3 is None:
+        return ExtraOutputs()
+    if modules.described:
+        return ExtraOutputs(*m3)
+    return ExtraOutputs(*m3, pooling="cls", normalize=True)  # M3Embedder's own defaults
 
 
 def splade_spec(folder: Path, modules: Modules, pooling: str | None) -> SpladeSpec | None:
