@@ -96,7 +96,9 @@ async def _run(command: AskCommand, writer: Writer) -> Failures:
             questions: asyncio.Queue[_Pending | None] = asyncio.Queue(MAX_CONCURRENT)
             total = None if command.from_stdin else 1
             group.create_task(_produce(command, asker, group, questions, failures))
-            with writer, ItemProgress(command.task, total) as progress:
+            lines_on_screen = command.output == "jsonl" and command.out is None
+            shown = not (lines_on_screen and sys.stdout.isatty())
+            with writer, ItemProgress(command.task, total, shown=shown) as progress:
                 while (pending := await questions.get()) is not None:
                     reply = await pending.reply
                     reply = msgspec.structs.replace(reply, id=pending.question.user_id)

@@ -156,16 +156,21 @@ def byte_progress() -> Iterator[Progress]:
 
 
 class ItemProgress:
-    """A bar over requests or items of unknown or known number, from the second second on."""
+    """A bar over requests, of a known or unknown number.
 
-    def __init__(self, what: str, total: int | None = None) -> None:
+    Args:
+        shown: False where results go to the same terminal line by line, which a bar would garble.
+    """
+
+    def __init__(self, what: str, total: int | None = None, *, shown: bool = True) -> None:
         self._what = what
         self._total = total
+        self._shown = shown
         self._progress: Any = None
         self._task: Any = None
 
     def __enter__(self) -> ItemProgress:
-        if sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty():
             from rich.progress import (
                 BarColumn,
                 MofNCompleteColumn,
