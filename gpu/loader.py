@@ -7,6 +7,7 @@ sense is refused by name before anything is read; `phase` says at any time how f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any, Literal
 from .artifacts import ModelSpec, load_spec, resolve_folder
 from .batch import Runner
 from .faults import ModelLoadError
+
+# transformers changes process-wide state while it loads (torch's default dtype among it).
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,11 @@ class RunnerFactory:
         init_executor_thread()
 
     def __call__(self) -> Runner:
-        """The runner. Raises `ModelLoadError`."""
+        """The runner. Raises `ModelLoadError`. One load at a time in a process."""
+        with _LOADING:
+            return self._load()
+
+    def _load(self) -> Runner:
         self._enter("reading folder")
         spec = self.settings.spec()
         self._enter("importing")
