@@ -1,0 +1,88 @@
+"""README and docs: short, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from pipeline.cli import app
+from pipeline.transports import names
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text("utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def test_the_readme_fits_its_bound() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    for line in page.read_text("utf-8").splitlines():
+        for target in re.findall(r"(?:^|`)make ([a-z]+)\b", line):
+            assert re.search(rf"^{target}:", MAKEFILE, re.M), f"{page.name}: make {target}"
+
+
+def commands() -> set[str]:
+    return set(getattr(get_command(app), "commands", {}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    known = commands()
+    assert {"demo", "up", "serve", "embed", "rerank", "classify", "check", "models"} <= known
+    text = page.read_text("utf-8")
+    code = re.findall(r"`([^`\n]+)`", text) + "\n".join(blocks(text, "sh")).splitlines()
+    for line in code:
+        match = re.match(r"(?:\.venv/bin/)?embedstream ([a-z]+)(.*)", line.strip())
+        if match is None:
+            continue
+        assert match[1] in known, f"{page.name}: {line}"
+        command = get_command(app).commands[match[1]]
+        options = {name for parameter in command.params for name in parameter.opts}
+        for option in re.findall(r"(--[a-z][a-z-]*)", match[2].split("#")[0]):
+            assert option in options, f"{page.name}: {line}"
+
+
+def test_files_of_the_idea_table_exist() -> None:
+    table = README[README.index("| idea | file |") :]
+    files = re.findall(r"`([a-z_]+/[^`]*)`", table)
+    assert len(files) > 15
+    for file in files:
+        assert (ROOT / file).exists(), file
+
+
+def test_client_code_in_the_readme_is_code_and_uses_the_real_names() -> None:
+    code = blocks(README, "python")
+    assert len(code) == 2
+    for block in code:
+        ast.parse(block)
+        assert names.REQUEST_TOPIC in block
+    assert names.REPLY_TOPIC in code[1]
+    assert names.REDIS_REPLY_LIST in code[0]
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text("utf-8"))
+    assert "localhost:${KAFKA_PORT:-9092}" in str(compose["services"]["kafka"]["environment"])
+
+
+def test_what_was_never_run_is_said() -> None:
+    for page in ("README.md", "docs/deploy.md", "compose.yaml", "Dockerfile"):
+        text = " ".join((ROOT / page).read_text("utf-8").replace("#", " ").split())
+        assert re.search(r"(not|has) been (run|built) yet|Neither has been run yet", text), page
