@@ -299,6 +299,40 @@ def test_serve_uses_the_demo_models_when_none_is_named(monkeypatch: pytest.Monke
     assert len(seen[0].models) == 2
 
 
+def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import pipeline.demo
+    import pipeline.local_up
+
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    async def run(options: Any, **kwargs: Any) -> int:
+        seen.append((options, kwargs))
+        return 0
+
+    monkeypatch.setattr(pipeline.local_up, "run_up", run)
+    monkeypatch.setattr(pipeline.demo, "run_demo", run)
+    monkeypatch.delenv("KAFKA_HOME", raising=False)
+    ready = tmp_path / "ready.json"
+    assert (
+        main(["up", "--kafka-port", "9092", "--ready-file", str(ready), "-s", "log.level=error"])
+        == 0
+    )
+    options, kwargs = seen.pop()
+    assert (options.kafka_port, options.redis_port, options.kafka_home) == (9092, 0, None)
+    assert options.ready_file == ready and not options.stop_with_parent
+    assert kwargs["settings"].log.level == "error" and kwargs["metrics"] is not None
+    monkeypatch.setenv("KAFKA_HOME", str(tmp_path))
+    assert main(["up", "--stop-with-parent"]) == 0
+    options, _ = seen.pop()
+    assert options.kafka_home == tmp_path and options.stop_with_parent
+    assert main(["demo", "-n", "50", "--in-process", "--no-prompt"]) == 0
+    options, _ = seen.pop()
+    assert (options.documents, options.in_process, options.prompt) == (50, True, False)
+    assert options.has_kafka
+    assert main(["demo"]) == 0
+    assert seen.pop()[0].prompt is None
+
+
 # --- one-off questions -----------------------------------------------------------------------------
 
 
