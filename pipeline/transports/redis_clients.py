@@ -18,6 +18,7 @@ from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnecti
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as ConnectionFailed
 
 from .options import RedisOptions
 
@@ -28,6 +29,38 @@ MIN_VERSION = (6, 2)
 _POOL_WAIT_S = 20.0
 _RAW_REPLIES = ("XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING")
 """redis-py's own parsing of these differs between its versions; `redis_group` reads them."""
+
+
+class _Cancellable:
+    """Sends without `asyncio.wait_for`, which in Python 3.11 may swallow a cancellation.
+
+    redis-py sends every command through it; a reader that was told to stop then went on to block.
+    """
+
+    async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
+        if not self.is_connected:
+            await self.connect_check_health(check_health=False)
+        if check_health:
+            await self.check_health()
+        if isinstance(command, str):
+            command = command.encode()
+        chunks = [command] if isinstance(command, bytes) else command
+        try:
+            async with asyncio.timeout(self.socket_timeout):
+                await self._send_packed_command(chunks)
+        except BaseException as error:
+            await self.disconnect(nowait=True)
+            if isinstance(error, OSError):  # TimeoutError is one
+                raise ConnectionFailed(f"writing to Redis: {type(error).__name__}") from error
+            raise
+
+
+class _PlainConnection(_Cancellable, Connection):
+    """TCP."""
+
+
+class _TlsConnection(_Cancellable, SSLConnection):
+    """TLS over TCP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +84,7 @@ def make_client(options: RedisOptions, *, connections: int) -> Any:
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,  # one reply shape on every server version
-        "connection_class": SSLConnection if options.tls else Connection,
+        "connection_class": _TlsConnection if options.tls else _PlainConnection,
     }
     if options.tls:
         settings["ssl_ca_certs"] = options.ssl_cafile

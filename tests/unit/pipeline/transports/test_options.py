@@ -1,0 +1,214 @@
+"""Settings of transports and their addresses: what is accepted, refused, and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.transports import (
+    FileOptions,
+    InprocOptions,
+    KafkaOptions,
+    RedisOptions,
+    parse_url,
+)
+from pipeline.transports.destinations import forbidden
+from pipeline.transports.options import (
+    _FILE_RANGES,
+    _INPROC_RANGES,
+    _KAFKA_RANGES,
+    _REDIS_RANGES,
+    SECRET_FIELDS,
+)
+
+ALL = [
+    (KafkaOptions, {"bootstrap": "h:1"}, _KAFKA_RANGES),
+    (RedisOptions, {}, _REDIS_RANGES),
+    (InprocOptions, {}, _INPROC_RANGES),
+    (FileOptions, {}, _FILE_RANGES),
+]
+
+
+@pytest.mark.parametrize(("cls", "base", "_ranges"), ALL)
+def test_defaults_are_consistent(cls: Any, base: dict[str, Any], _ranges: Any) -> None:
+    assert cls(**base).check() == []
+
+
+@pytest.mark.parametrize(("cls", "base", "ranges"), ALL)
+def test_every_number_is_checked_by_name(cls: Any, base: dict[str, Any], ranges: Any) -> None:
+    """C13: zero, negative, huge and non-numbers are refused with the setting's name."""
+    numbers = {
+        field.name
+        for field in __import__("msgspec").structs.fields(cls)
+        if field.type in (int, float)
+    }
+    assert numbers == set(ranges), "a number without a range"
+    for name, (low, high) in ranges.items():
+        for bad in (low - 1, -5, high + 1, 10**15, float("nan"), True, "7"):
+            problems = cls(**{**base, name: bad}).check()
+            assert any(problem.startswith(f"{name} is ") for problem in problems), (name, bad)
+
+
+def kafka(**settings: Any) -> list[str]:
+    return KafkaOptions(bootstrap="h:1", **settings).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"drain_budget_s": 300.0}, ["drain_budget_s", "max_poll_interval_ms"]),
+        ({"heartbeat_interval_ms": 6000}, ["heartbeat_interval_ms", "session_timeout_ms"]),
+        ({"fetch_max_wait_ms": 30_000}, ["fetch_max_wait_ms", "request_timeout_ms"]),
+        ({"max_in_flight": 5}, ["max_in_flight_per_partition", "max_in_flight"]),
+        ({"release_backoff_ms": 20_000}, ["release_backoff_ms", "release_backoff_max_ms"]),
+        ({"reply_topic": "embedstream.requests"}, ["reply_topic", "topics"]),
+        ({"dead_letter_topic": "embedstream.requests"}, ["dead_letter_topic", "topics"]),
+        ({"dead_letter_topic": "embedstream.replies"}, ["dead_letter_topic", "reply_topic"]),
+        ({"topics": ()}, ["topics"]),
+        ({"topics": ("a b",)}, ["topics"]),
+        ({"group": ""}, ["group"]),
+        ({"reply_prefixes": ()}, ["reply_prefixes"]),
+        ({"security_protocol": "SASL_SSL"}, ["security_protocol", "sasl_username"]),
+        ({"sasl_username": "u"}, ["sasl_username", "security_protocol"]),
+        ({"ssl_keyfile": "k"}, ["ssl_keyfile", "ssl_certfile"]),
+    ],
+)
+def test_kafka_contradictions_name_both_settings(
+    settings: dict[str, Any], named: list[str]
+) -> None:
+    """J04, C13: the drain budget must fit into the poll interval; both settings are named."""
+    (problem,) = kafka(**settings)
+    assert all(name in problem for name in named), problem
+
+
+@pytest.mark.parametrize(
+    "bootstrap", ["", "host", "host:", ":9092", "a:1,,b:2", "user@h:1", "h:1/x"]
+)
+def test_bad_bootstrap_is_named(bootstrap: str) -> None:
+    assert any("bootstrap" in p for p in KafkaOptions(bootstrap=bootstrap).check())
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 0.4, None, 10**12, True])
+def test_reply_ttl_is_validated(ttl: Any) -> None:
+    """F12: 0, None, 0.4 and 10^12 are refused at the start, for replies and dead letters."""
+    for name in ("reply_ttl_s", "dead_letter_ttl_s"):
+        assert any(name in problem for problem in RedisOptions(**{name: ttl}).check())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"block_ms": 10_000}, ["block_ms", "socket_timeout_s"]),
+        ({"claim_interval_ms": 70_000}, ["claim_interval_ms", "claim_idle_ms"]),
+        ({"stream": "embedstream.dead-letters"}, ["stream", "dead_letter_stream"]),
+        ({"start": "yesterday"}, ["start"]),
+        ({"consumer": ""}, ["consumer"]),
+        ({"group": "a\nb"}, ["group"]),
+        ({"stream": "x" * 250}, ["stream"]),
+    ],
+)
+def test_redis_contradictions_name_both_settings(
+    settings: dict[str, Any], named: list[str]
+) -> None:
+    """F01: a blocking read must end before the socket time-out."""
+    (problem,) = RedisOptions(**settings).check()
+    assert all(name in problem for name in named), problem
+
+
+def test_file_contradictions() -> None:
+    assert "replies" in FileOptions(path="/a", replies="/a").check()[0]
+    assert "dead_letters" in FileOptions(replies="/a", dead_letters="/a").check()[0]
+
+
+def test_addresses() -> None:
+    assert parse_url("kafka://a:1,b:2/t1,t2?group=g&partitions=3&idempotent=false") == KafkaOptions(
+        bootstrap="a:1,b:2", topics=("t1", "t2"), group="g", partitions=3, idempotent=False
+    )
+    assert parse_url("kafka://a/t?idempotent=auto").idempotent == "auto"  # type: ignore[union-attr]
+    assert parse_url("kafka://a") == KafkaOptions(bootstrap="a:9092")
+    assert parse_url("kafka://[::1]:9/t") == KafkaOptions(bootstrap="[::1]:9", topics=("t",))
+    assert parse_url("redis://u:p%40s@h:7/str?db=2&claim_idle_ms=9000") == RedisOptions(
+        host="h", port=7, username="u", password="p@s", stream="str", db=2, claim_idle_ms=9000
+    )
+    assert parse_url("rediss://h/s") == RedisOptions(host="h", stream="s", tls=True)
+    assert parse_url("redis://h") == RedisOptions(host="h")
+    assert parse_url("inproc://n?max_queued=3") == InprocOptions(name="n", max_queued=3)
+    assert parse_url("file:///tmp/a%20b.jsonl?replies=/x") == FileOptions(
+        path="/tmp/a b.jsonl", replies="/x"
+    )
+    assert parse_url("-") == FileOptions()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("kafka://h:1/t?grup=g", ["unknown parameter 'grup'"]),
+        ("kafka://h:1/t?group=a&group=b", ["'group'", "twice"]),
+        ("kafka://h:1/t?topics=b", ["'topics'", "twice"]),
+        ("kafka://h:1/t?partitions=many", ["partitions", "number"]),
+        ("kafka://h:1/t?auto_create=maybe", ["auto_create", "true or false"]),
+        ("kafka://h:1/t?compression=best", ["compression"]),
+        ("kafka://h:1/t?drain_budget_s=999", ["drain_budget_s", "max_poll_interval_ms"]),
+        ("kafka://u:pw@h:1/t", ["sasl_username"]),
+        ("kafka:///t", ["host:port"]),
+        ("redis://h:99999/s", ["port"]),
+        ("redis://h/s?block_ms=99999999", ["block_ms"]),
+        ("redis://h/s#frag", ["%23"]),
+        ("http://h/s", ["unknown transport 'http'", "kafka://"]),
+        ("nonsense", ["unknown transport"]),
+        ("file://host/path", ["local path"]),
+        ("file://", ["no path"]),
+        ("redis://u:topsecret@h/s?bad=1", ["'bad'"]),
+    ],
+)
+def test_bad_addresses_are_refused_by_name(url: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_url(url)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "topsecret" not in message
+    assert "\n" not in message
+
+
+@given(st.text(max_size=60), st.sampled_from(["", "kafka://", "redis://", "inproc://", "file://"]))
+def test_any_text_is_options_or_a_value_error(text: str, scheme: str) -> None:
+    try:
+        options = parse_url(scheme + text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert options.check() == []
+
+
+def test_secrets_are_known() -> None:
+    assert {"password", "sasl_password", "ssl_password"} <= SECRET_FIELDS
+    assert "s3cret" not in RedisOptions(host="h", password="s3cret").address
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("embedstream.replies.mine", True),
+        ("embedstream.requests", False),
+        ("embedstream.other-source", False),
+        ("embedstream.dead-letters", False),
+        ("other", False),
+        ("EMBEDSTREAM.x", False),
+        ("embedstream.\x00", False),
+        ("embedstream.\ud800", False),
+        ("embedstream." + "x" * 238, False),
+        ("", False),
+    ],
+)
+def test_reply_destinations(name: str, allowed: bool) -> None:
+    """D: a request names only what the allow-list covers, never a source or the dead letters."""
+    reason = forbidden(
+        name,
+        prefixes=("embedstream.",),
+        sources=("embedstream.requests", "embedstream.other-source"),
+        dead_letters="embedstream.dead-letters",
+    )
+    assert (reason is None) == allowed
