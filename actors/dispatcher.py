@@ -84,6 +84,7 @@ class Dispatcher:
         return self.n_out < self._executor.width
 
     async def _run_batch(self, selected: Selected) -> None:
+        self._note_start(selected.entries)
         try:
             await self._forward(selected.model, selected.entries)
         except ExecutorDied as error:
@@ -98,20 +99,12 @@ class Dispatcher:
         entries = [entry for entry in entries if not entry.owner.closed]
         if not entries:
             return
-        batch = pack([entry.item for entry in entries])
         started = self._clock.monotonic()
-        for entry in entries:
-            if entry.owner.first_forward_at is None:
-                entry.owner.first_forward_at = started
-            self._metrics.observe(
-                "queue_wait_seconds", started - entry.enqueued_at, lane=entry.owner.lane
-            )
-        future = asyncio.wrap_future(self._executor.submit(model, batch))
-        future.add_done_callback(_consume)
         try:
-            rows = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            raise
+            batch = pack([entry.item for entry in entries])
+            future = asyncio.wrap_future(self._executor.submit(model, batch))
+            future.add_done_callback(_consume)
+            outcomes = scatter(batch, await asyncio.shield(future))
         except Internal as error:
             raise ExecutorDied(error.message) from error
         except Exception as error:  # noqa: BLE001  boundary: any fault of a model is its items' fault
@@ -119,7 +112,7 @@ class Dispatcher:
             return
         took = self._clock.monotonic() - started
         self._note_batch(model, batch.n_items, batch.n_tokens, batch.max_seqlen, took)
-        for entry, outcome in zip(entries, scatter(batch, rows), strict=True):
+        for entry, outcome in zip(entries, outcomes, strict=True):
             entry.owner.forward_s = max(entry.owner.forward_s, took)
             if isinstance(outcome, EmbedstreamError):
                 outcome.items = (entry.index,)
@@ -139,6 +132,15 @@ class Dispatcher:
         middle = len(entries) // 2
         await self._forward(model, entries[:middle])
         await self._forward(model, entries[middle:])
+
+    def _note_start(self, entries: list[Entry]) -> None:
+        now = self._clock.monotonic()
+        for entry in entries:
+            if entry.owner.first_forward_at is None:
+                entry.owner.first_forward_at = now
+            self._metrics.observe(
+                "queue_wait_seconds", now - entry.enqueued_at, lane=entry.owner.lane
+            )
 
     def _note_batch(
         self, model: str, n_items: int, n_tokens: int, max_seqlen: int, took_s: float

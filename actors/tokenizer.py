@@ -104,16 +104,22 @@ class Tokenizer:
         return True
 
     async def _encode(self, parts: list[tuple[InFlight, int, AnyRequest]], lane: Lane) -> None:
-        started = self._clock.monotonic()
-        loop = asyncio.get_running_loop()
-        requests = [request for _, _, request in parts]
+        """Encode (slices of) requests and queue their items; whatever goes wrong ends in a failure."""
         try:
-            encoded = await loop.run_in_executor(self._thread, self._encoder.encode, requests)
+            entries = await self._entries(parts)
         except Exception as error:  # noqa: BLE001  boundary: one bad request must not end the actor
             log.error("tokenization_failed", model=self.model, error_type=type(error).__name__)
             for in_flight, _, _ in parts:
                 self._fail(in_flight, Internal("tokenization failed; this is a bug"))
             return
+        if entries:
+            await self._coalescer.put(self.model, entries, lane)
+
+    async def _entries(self, parts: list[tuple[InFlight, int, AnyRequest]]) -> list[Entry]:
+        started = self._clock.monotonic()
+        loop = asyncio.get_running_loop()
+        requests = [request for _, _, request in parts]
+        encoded = await loop.run_in_executor(self._thread, self._encoder.encode, requests)
         self._metrics.observe(
             "tokenize_seconds", self._clock.monotonic() - started, model=self.model
         )
@@ -123,8 +129,7 @@ class Tokenizer:
                 self._fail(in_flight, result)
             else:
                 entries.extend(self._entries_of(in_flight, offset, result))
-        if entries:
-            await self._coalescer.put(self.model, entries, lane)
+        return entries
 
     def _entries_of(self, in_flight: InFlight, offset: int, encoded: EncodedRequest) -> list[Entry]:
         in_flight.prompt = encoded.prompt

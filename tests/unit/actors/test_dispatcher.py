@@ -14,7 +14,7 @@ from actors.messages import Entry, InFlight
 from actors.packing import PackingPolicy
 from actors.ports import SystemClock
 from actors.supervisor import Supervisor
-from gpu.batch import ItemOutcome, ItemResult
+from gpu.batch import ItemOutcome, ItemResult, PackedBatch
 from schemas.errors import EmbedstreamError, ModelError, NonFinite, OutOfMemory
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_vector
 from tests.support.stations import InlineExecutor, entry
@@ -182,3 +182,18 @@ async def test_interactive_work_of_any_model_goes_first() -> None:
     second = coalescer.try_next_batch(idle=True)
     assert first is not None and second is not None
     assert (first.model, second.model) == ("b", "a")
+
+
+async def test_a_runner_that_returns_too_few_rows_fails_its_items_not_the_service() -> None:
+    """C01: a broken contract is a failed batch; nobody waits for ever and nobody gets another's row."""
+
+    class Short(FakeRunner):
+        def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
+            return super().forward(batch)[:-1]
+
+    entries = [entry(3, first_id=1 + 10 * i) for i in range(3)]
+    async with running(Harness(Short())) as harness:
+        await harness.coalescer.put("fake", entries, "bulk")
+        outcomes = await harness.answered(entries)
+        assert harness.supervisor.fatal is None
+    assert all(isinstance(outcome, ModelError) for outcome in outcomes)
