@@ -11,6 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.embedstream-demo
 DEV_STAMP := $(VENV)/.embedstream-dev
+BENCH_STAMP := $(VENV)/.embedstream-bench
 
 .PHONY: help demo up test check bench clean
 .DEFAULT_GOAL := help
@@ -25,7 +26,7 @@ help:
 
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: set PYTHON=/path/to/python'; exit 1; }
-	@rm -f $(DEMO_STAMP) $(DEV_STAMP)
+	@rm -f $(DEMO_STAMP) $(DEV_STAMP) $(BENCH_STAMP)
 	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -35,6 +36,10 @@ $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
 	@touch $@ $(DEMO_STAMP)
+
+$(BENCH_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[bench]' -c constraints.txt
+	@touch $@ $(DEMO_STAMP) $(DEV_STAMP)
 
 demo: $(DEMO_STAMP)
 	$(BIN)/embedstream demo $(ARGS)
@@ -51,8 +56,8 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(DEV_STAMP)
-	$(BIN)/python benchmarks/throughput.py $(ARGS)
+bench: $(BENCH_STAMP)
+	$(BIN)/python -m benchmarks.engine $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
