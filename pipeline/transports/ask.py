@@ -284,8 +284,16 @@ class KafkaAsker:
 
     async def run(self) -> None:
         """Hand every reply to who asked; the rest is counted."""
-        async for message in self._consumer:
-            self.take(message.value)
+        from aiokafka.errors import KafkaError
+
+        try:
+            async for message in self._consumer:
+                self.take(message.value)
+        except KafkaError as error:
+            raise ConnectionError(
+                f"Kafka at {self._options.bootstrap} gives no replies any more "
+                f"({type(error).__name__}): check that it still runs, and ask again"
+            ) from None
 
     def take(self, body: bytes | None) -> None:
         """One record of the reply topic. D11: what belongs to nobody is no error."""

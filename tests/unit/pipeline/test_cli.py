@@ -351,6 +351,24 @@ def test_embed_as_json_lines_is_the_wire_reply_with_floats(
     assert list(fake_service["settings"].models) == ["all-MiniLM-L6-v2"]  # not the reranker too
 
 
+def test_g11_normalize_takes_the_words_that_settings_take(
+    fake_service: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """G11: `--normalize False` and `--normalize=0` mean what they say; anything else names it."""
+    from pipeline import cli_ask
+
+    seen: list[Any] = []
+    monkeypatch.setattr(cli_ask, "run", lambda command: seen.append(command.options) or 0)
+    for arguments in (["--normalize", "False"], ["--normalize=0"], ["--normalize", "TRUE"]):
+        assert main(["embed", "x", *arguments]) == 0
+    assert [options["normalize"] for options in seen] == [False, False, True]
+    assert main(["embed", "x", "--normalize", "maybe"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "--normalize" in err and "true or false" in err
+
+
 def test_tables_for_people(
     fake_service: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

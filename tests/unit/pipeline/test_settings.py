@@ -157,9 +157,17 @@ def test_names_that_are_no_settings_are_left_alone() -> None:
         "EMBEDSTREAM_PORT": "tcp://10.0.0.1:80",
         "EMBEDSTREAM_PORT_80_TCP_ADDR": "10.0.0.1",
         "EMBEDSTREAM_SERVICE_HOST": "10.0.0.1",
+        "EMBEDSTREAM_REDIS_PORT": "tcp://10.0.0.2:6379",
+        "EMBEDSTREAM_REDIS_SERVICE_PORT_CLIENT": "6379",
+        "EMBEDSTREAM_REDIS_PORT_6379_TCP_PROTO": "tcp",
         "PATH": "/bin",
     }
     assert load({}, environ, None) == load({}, {}, None)
+
+
+@pytest.mark.parametrize("name", ["EMBEDSTREAM_HEALTH_PORT", "EMBEDSTREAM_LINGER_MS"])
+def test_a_forgotten_underscore_is_refused(name: str) -> None:
+    assert name in refused({}, {name: "8321"})
 
 
 # --- refusals --------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""Options that several commands share, each with its help text.
+
+Who calls it: `pipeline.cli`.
+What must stay true: imports typer and nothing heavier.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="EMBEDSTREAM_CONFIG", metavar="FILE", help="TOML settings file."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="One setting, as in batching.linger_ms=2. Repeat it.",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="NAME|DIR", help="Model name, folder or hub id."),
+]
+ViaOption = Annotated[
+    str | None,
+    typer.Option(
+        "--via",
+        metavar="URL",
+        help="Ask a running service: redis://host:port[/stream] or kafka://host:port[/topic].",
+    ),
+]
+OutputOption = Annotated[
+    Literal["table", "jsonl", "npz"],
+    typer.Option("--output", "-o", help="jsonl: one wire reply a line, vectors as floats."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write results here instead of stdout."),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Longest wait for one answer."),
+]
+TruncateOption = Annotated[
+    Literal["error", "right", "left"],
+    typer.Option("--truncate", help="Texts longer than the model takes: refuse, or cut that end."),
+]
