@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from schemas.requests import Output
+
 from .faults import ModelLoadError
 from .fingerprint import weight_files
 from .modules import DenseSpec, Modules, read_json
 
+OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")
 SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.pt", "colbert_linear.pt"
+_PREFIXES = (("query_prefix", "query"), ("document_prefix", "document"))
 _NEVER_LEXICAL = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
 
 
@@ -67,7 +71,8 @@ class TokenVectorSpec:
     dense: Dense modules in order; linear: BGE-M3's pickled one instead. skip_first: the first token
     gives no vector (BGE-M3). skip_ids: tokens of documents that give none (ColBERT's skip list).
     query_prompt: items under this prompt name are queries, whose tokens all count.
-    prefix_ids: prompt name -> the one token that stands for the prompt, right after the first one.
+    prefix_ids: (prompt name, token, text): the token stands for that beginning of the prompt, and
+    goes right behind the tokenizer's own first token.
     expanded_queries: the library pads queries with mask tokens, which we do not.
     """
 
@@ -77,7 +82,7 @@ class TokenVectorSpec:
     skip_first: bool = False
     skip_ids: tuple[int, ...] = ()
     query_prompt: str = "query"
-    prefix_ids: tuple[tuple[str, int], ...] = ()
+    prefix_ids: tuple[tuple[str, int, str], ...] = ()
     expanded_queries: bool = False
 
     def files(self) -> list[Path]:
@@ -214,14 +219,10 @@ def colbert_spec(
     elif pylate:
         named = st_config.get("skiplist_words")
         words = list(string.punctuation) if named is None else named
-    prefixes = {
-        name: str(st_config[key])
-        for key, name in (("query_prefix", "query"), ("document_prefix", "document"))
-        if st_config.get(key)
-    }
+    prefixes = {name: str(st_config[key]) for key, name in _PREFIXES if st_config.get(key)}
     ids = vocabulary(transformer) if words or prefixes else {}
     prefix_ids = tuple(
-        (name, ids[found])
+        (name, ids[found], prefix)
         for name, prefix in prefixes.items()
         if (found := next((p for p in (prefix, prefix.strip()) if p in ids), None)) is not None
     )
@@ -232,6 +233,15 @@ def colbert_spec(
         prefix_ids=prefix_ids,
         expanded_queries=_expands_queries(transformer, st_config, pylate),
     )
+
+
+def prefixed_prompts(st_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The folder's prompts, with the prefixes that PyLate keeps beside them in front."""
+    prompts: dict[str, Any] = dict(st_config.get("prompts") or {})
+    for key, name in _PREFIXES:
+        if prefix := st_config.get(key):
+            prompts[name] = str(prefix) + str(prompts.get(name) or "").removeprefix(str(prefix))
+    return prompts
 
 
 def _expands_queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> bool:

@@ -1,0 +1,142 @@
+"""Every output of an embedding model from one forward: dense, sparse, token-level vectors.
+
+Who calls it: `gpu.model_runner` with the hidden states of a pack.
+What must stay true: one forward whatever is asked; a row gets what it asked for and nothing else; a
+row of which one output is not finite fails alone and names no value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from schemas.errors import NonFinite
+from schemas.requests import Output
+
+from .artifacts import ModelSpec
+from .batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from .outputs_spec import LexicalSpec, SpladeSpec
+from .pooler import DenseStack, Segments, finish, pool
+from .sparse import Lexical, SparseRow, Splade, mlm_head
+from .token_vectors import TokenVectors
+
+
+class Outputs(nn.Module):
+    """The heads of one model, loaded, in fp32 (the masked-LM head in the model's own dtype)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        allow_pickle: bool = False,
+        prepack: bool = False,
+    ) -> None:
+        super().__init__()
+        self._spec = spec
+        config: Any = model.config
+        self.dense = DenseStack(spec.dense, allow_pickle=allow_pickle)
+        if prepack:
+            self.dense.prepack()
+        self.splade: Splade | None = None
+        self.lexical: Lexical | None = None
+        if isinstance(spec.sparse, SpladeSpec):
+            assert spec.family.mlm is not None, "artifacts refuses such a folder"
+            self.splade = Splade(
+                mlm_head(model, spec.family.mlm),
+                spec.sparse,
+                vocab_size=int(config.vocab_size),
+                device=device,
+            )
+        elif isinstance(spec.sparse, LexicalSpec):
+            self.lexical = Lexical(spec.sparse, int(config.hidden_size))
+        self.token_vectors: TokenVectors | None = None
+        if spec.multivector is not None:
+            self.token_vectors = TokenVectors(
+                spec.multivector,
+                int(config.hidden_size),
+                allow_pickle=allow_pickle,
+                prepack=prepack,
+            )
+        self.to(device)
+
+    def forward(
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
+    ) -> list[ItemOutcome]:
+        """hidden: [total_tokens, hidden_size] in the compute dtype -> one outcome per row."""
+        dense = self._dense(batch, hidden, segments)
+        sparse = self._sparse(batch, hidden, segments)
+        vectors = self._token_vectors(batch, hidden)
+        outcomes: list[ItemOutcome] = []
+        for row in range(batch.n_items):
+            parts = [found[row] for found in (dense, sparse, vectors) if row in found]
+            if any(part is None for part in parts):
+                outcomes.append(NonFinite("the model gave NaN or infinity for this item"))
+                continue
+            outcomes.append(
+                ItemResult(
+                    dense=dense.get(row), sparse=sparse.get(row), multivector=vectors.get(row)
+                )
+            )
+        return outcomes
+
+    def _dense(
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
+    ) -> dict[int, Float32 | None]:
+        rows = _asking(batch, "dense")
+        if not rows:
+            return {}
+        assert self._spec.pooling is not None, "gpu.checks refuses a dense vector here"
+        own = segments if len(rows) == batch.n_items else segments.of(rows)
+        vectors = self.dense(pool(hidden, own, self._spec.pooling))
+        found: dict[int, Float32 | None] = {}
+        sizes = [self._size(batch, row, vectors.shape[1]) for row in rows]
+        for group, part in finish(vectors, sizes, [self._unit(batch, row) for row in rows]):
+            values = part.cpu().numpy()
+            finite = np.isfinite(values).all(axis=1)
+            for i, value, good in zip(group, values, finite, strict=True):
+                found[rows[i]] = value if good else None
+        return found
+
+    def _sparse(
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
+    ) -> dict[int, SparseRow]:
+        rows = _asking(batch, "sparse")
+        if not rows:
+            return {}
+        if self.splade is not None:
+            return dict(zip(rows, self.splade(hidden, segments, rows), strict=True))
+        assert self.lexical is not None, "gpu.checks refuses sparse weights here"
+        return dict(zip(rows, self.lexical(hidden, batch, rows), strict=True))
+
+    def _token_vectors(self, batch: PackedBatch, hidden: torch.Tensor) -> dict[int, Float32 | None]:
+        rows = _asking(batch, "multivector")
+        if not rows:
+            return {}
+        assert self.token_vectors is not None and self._spec.multivector is not None
+        native = self._spec.multivector.dimensions
+        found = self.token_vectors(
+            hidden,
+            batch,
+            rows,
+            [self._size(batch, row, native) for row in rows],
+            [self._unit(batch, row) for row in rows],
+        )
+        return dict(zip(rows, found, strict=True))
+
+    @staticmethod
+    def _size(batch: PackedBatch, row: int, native: int) -> int | None:
+        asked = batch.items[row].options.dimensions
+        return None if asked == native else asked
+
+    def _unit(self, batch: PackedBatch, row: int) -> bool:
+        asked = batch.items[row].options.normalize
+        return self._spec.normalize if asked is None else asked
+
+
+def _asking(batch: PackedBatch, output: Output) -> list[int]:
+    return [row for row, item in enumerate(batch.items) if output in item.options.outputs]
