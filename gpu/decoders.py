@@ -1,0 +1,133 @@
+"""Decoder folders: code that comes with them, reward models, flags that change what they compute.
+
+Who calls it: `gpu.artifacts` while it reads a folder, `gpu.tokenizer` when it loads one.
+What must stay true: a folder whose own code may compute something else than the transformers class of
+the same model type is refused by name unless the operator says what it computes; no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from .families import Family
+from .faults import ModelLoadError
+from .modules import read_json
+
+REWARD_SUFFIX = "ForRewardModel"
+
+
+def is_reward(architecture: str) -> bool:
+    """Whether the architecture is a reward model with a head of its own (`*ForRewardModel`)."""
+    return architecture.endswith(REWARD_SUFFIX)
+
+
+def check_folder_code(
+    folder: Path,
+    config: Mapping[str, Any],
+    family: Family,
+    architecture: str,
+    *,
+    trust_remote_code: bool,
+    causal: bool | None,
+) -> tuple[str, ...]:
+    """Notes about code in the folder that will not run; `ModelLoadError` when it would be missed.
+
+    gte-Qwen2 and its kin ship a copy of their model type's class whose only difference is that
+    attention is not causal, and say so in `config.json` (`is_causal`): those run as the plain class.
+    causal: the operator's word on it, or None.
+    """
+    if is_reward(architecture) and not trust_remote_code:
+        raise ModelLoadError(
+            f"{folder}: {architecture} exists only as code in the model folder; read that code, then "
+            "set `trust_remote_code = true` for this model"
+        )
+    classifier = architecture.endswith("ForSequenceClassification")
+    kind = "ForSequenceClassification" if classifier else ""
+    remote = (config.get("auto_map") or {}).get(f"AutoModel{kind}")
+    if trust_remote_code or remote is None or not family.causal:
+        return ()
+    name = str(remote).rsplit(".", 1)[-1]
+    if name.lower() != family.model_type.replace("_", "") + (kind or "Model").lower():
+        raise ModelLoadError(
+            f"{folder}: the folder brings a model class of its own ({name}) for model type "
+            f"{family.model_type!r}; read that code, then set `trust_remote_code = true`"
+        )
+    if causal is None and not isinstance(config.get("is_causal"), bool):
+        raise ModelLoadError(
+            f"{folder}: the folder brings its own copy of {name} and config.json does not say "
+            "`is_causal`; set `causal = true` or `causal = false` for this model, or "
+            "`trust_remote_code = true`"
+        )
+    return (f"the folder's own {name} is not run; transformers' class of that name is",)
+
+
+def attention_notes(config: Mapping[str, Any], family: Family, causal: bool | None) -> list[str]:
+    """One sentence when a decoder attends both ways."""
+    flag = config.get("is_causal") if causal is None else causal
+    if family.causal and (flag is False or config.get("use_bidirectional_attention") is True):
+        return ["attention is bidirectional"]
+    return []
+
+
+RopeKind = Literal["longrope", "dynamic"]
+
+
+def length_dependent(config: Mapping[str, Any]) -> tuple[RopeKind, int] | None:
+    """RoPE that depends on the longest item of a call: its kind, and the length up to which all items
+    share frequencies; None: an ordinary one.
+
+    config: `config.json`. "longrope" switches to other factors right behind the length that the model
+    was pre-trained for; "dynamic" changes with every length past it.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for entry in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        kind = entry.get("rope_type") or entry.get("type")
+        if kind == "longrope" or kind == "dynamic":
+            trained = entry.get("original_max_position_embeddings")
+            if trained is None:
+                trained = config.get("original_max_position_embeddings")
+            if trained is None:
+                trained = config.get("max_position_embeddings")
+            return kind, int(trained or 0)
+    return None
+
+
+def rope_limit(config: Mapping[str, Any]) -> int | None:
+    """Tokens that "dynamic" RoPE stretches the trained length to; None: as the config says."""
+    switch = length_dependent(config)
+    if switch is None or switch[0] != "dynamic":
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return int(switch[1] * float(rope.get("factor") or 1.0))
+
+
+def close_with_end_token(tokenizer: Any, folder: Path) -> str | None:
+    """Make the tokenizer end every text with its end token where the folder says so; the note, or None.
+
+    `add_eos_token` in tokenizer_config.json was obeyed by transformers 4 and is dropped by version 5
+    when there is a tokenizer.json (gte-Qwen2 relied on it, through a tokenizer class of its own). A
+    tokenizer that closes texts already is left alone: the end token stands once.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    end = config.get("eos_token")
+    end = end.get("content") if isinstance(end, Mapping) else end
+    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
+    if config.get("add_eos_token") is not True or end_id is None:
+        return None
+    from tokenizers.processors import TemplateProcessing
+
+    from .template import learn_template
+
+    template = learn_template(tokenizer)
+    if len(template.suffix):
+        return None
+    special = {tokenizer.id_to_token(int(i)): int(i) for i in template.prefix} | {end: end_id}
+    start = " ".join(tokenizer.id_to_token(int(i)) for i in template.prefix)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A {end}".strip(),
+        pair=f"{start} $A {end} {start} $B:1 {end}:1".strip().replace("  ", " "),
+        special_tokens=list(special.items()),
+    )
+    return f"texts are closed with {end}, as tokenizer_config.json says (add_eos_token)"

@@ -1,0 +1,433 @@
+"""How a query and a document become one text for a language model, and that text token ids.
+
+Who calls it: `gpu.artifacts` and `gpu.rerankers` make a `PairPrompt`; `gpu.tokenizer` assembles with
+`PairAssembler`.
+What must stay true: the prompt around the texts is never cut, and neither is the query; only a document
+loses tokens; control tokens come from the prompt alone (a "<|im_end|>" inside a text is text); where the
+query ends and the document begins is known from how the ids were built, never looked for in them.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
+from schemas.requests import Truncate
+
+from .batch import Int32
+from .faults import ModelLoadError
+
+SLOTS = ("instruction", "query", "document")
+CUT = "{cut}"
+N_SHARED = "n_shared"
+"""Key in `EncodedItem.extras`: leading tokens that the items of one request have in common."""
+_SLOT = re.compile(r"\{(instruction|query|document)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """What a model was trained to read.
+
+    name: built-in name, "template" (from the settings) or "chat" (from the model folder).
+    template: literal text with the slots {query}, {document} and, optionally, {instruction}, the query
+        before the document. What stands between two {cut} marks is tokenized on its own, as a control
+        token's neighbours are anyway. {bos} is the tokenizer's first token.
+    instruction: used when a request brings none; None together with an {instruction} slot means that
+        `without` is used then.
+    without: the template for requests without an instruction, when that is another text.
+    strip: texts lose surrounding white space first (a chat template may do so).
+    chat_template: the folder's Jinja text; `template` is then still empty and is rendered from it at load.
+    chat_options: what sentence-transformers passes to it, and "format" of message contents.
+    """
+
+    name: str
+    template: str = ""
+    instruction: str | None = None
+    without: str | None = None
+    strip: bool = False
+    chat_template: str | None = None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelHead:
+    """A causal language model as a scorer: logits of a few vocabulary tokens after the last token.
+
+    tokens: each a text (which must be one token) or an id.
+    difference: two tokens make one score, the first's logit minus the second's, whose sigmoid is the
+        softmax over the two; otherwise every token is a score of its own.
+    """
+
+    tokens: tuple[str | int, ...]
+    difference: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """Of a resolved head."""
+        assert all(isinstance(token, int) for token in self.tokens), (
+            "resolve the label tokens first"
+        )
+        return [int(token) for token in self.tokens]
+
+    def resolved(self, tokenizer: Any, vocab_size: int) -> LabelHead:
+        """With ids for texts. Raises `ModelLoadError` for a label that is not one token.
+
+        tokenizer: a `tokenizers.Tokenizer`.
+        """
+        ids: list[str | int] = []
+        for token in self.tokens:
+            found = [token]
+            if isinstance(token, str):
+                known = tokenizer.token_to_id(token)
+                found = [known] if known is not None else []
+                found = found or tokenizer.encode(token, add_special_tokens=False).ids
+            if len(found) != 1 or not 0 <= int(found[0]) < vocab_size:
+                raise ModelLoadError(
+                    f"label_tokens: {token!r} is not one token of this model's vocabulary"
+                )
+            ids.append(int(found[0]))
+        return LabelHead(tuple(ids), self.difference)
+
+
+# The model card of Qwen3-Reranker: prefix, body and suffix are tokenized apart.
+QWEN3 = PairPrompt(
+    "qwen3",
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "{cut}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{cut}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    instruction="Given a web search query, retrieve relevant passages that answer the query",
+)
+# The model card of bge-reranker-v2-gemma: every piece is tokenized apart.
+BGE_GEMMA = PairPrompt(
+    "bge-gemma",
+    "{bos}{cut}A: {query}{cut}\n{cut}B: {document}{cut}\n{cut}{instruction}",
+    instruction="Given a query A and a passage B, determine whether the passage contains an answer to "
+    "the query by providing a prediction of either 'Yes' or 'No'.",
+)
+PLAIN = PairPrompt("plain", "{bos}{cut}{query}{cut}{document}")
+BUILT_IN: dict[str, PairPrompt] = {prompt.name: prompt for prompt in (QWEN3, BGE_GEMMA, PLAIN)}
+BUILT_IN_LABELS: dict[str, tuple[str, ...]] = {"qwen3": ("yes", "no"), "bge-gemma": ("Yes",)}
+
+
+def pair_prompt(setting: str) -> PairPrompt:
+    """The prompt that the setting `rerank_template` asks for: a built-in name, or a template.
+
+    Raises `ModelLoadError`.
+    """
+    if setting in BUILT_IN:
+        return BUILT_IN[setting]
+    if "{document}" not in setting:
+        raise ModelLoadError(
+            f"rerank_template = {setting[:60]!r} is neither one of {', '.join(sorted(BUILT_IN))} nor a "
+            "template with {query} and {document}"
+        )
+    _check_slots(setting)
+    return PairPrompt("template", setting)
+
+
+def _check_slots(template: str) -> None:
+    slots = _SLOT.findall(template)
+    if slots.count("query") != 1 or slots.count("document") != 1 or slots.count("instruction") > 1:
+        raise ModelLoadError(
+            "a rerank template has {query} once, {document} once and {instruction} at most once"
+        )
+    if slots.index("query") > slots.index("document"):
+        raise ModelLoadError(
+            "a rerank template has {query} before {document}: only what stands at the end of a text "
+            "can be cut without touching the query"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Tokenized on its own. ids: a constant, or None for `parts`, which alternate literal and slot:
+    parts[0] is a literal, parts[1] a slot name, parts[2] a literal, ..."""
+
+    ids: Int32 | None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def has_document(self) -> bool:
+        return "document" in self.parts[1::2]
+
+    def render(self, values: dict[str, str]) -> str:
+        return "".join(
+            part if place % 2 == 0 else values[part] for place, part in enumerate(self.parts)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A parsed template: segments before the document's, its own in two halves, and those after."""
+
+    before: tuple[_Segment, ...]
+    lead: _Segment  # what stands before the document inside its own segment
+    tail: str  # and what stands behind it
+    tail_ids: Int32
+    after: tuple[_Segment, ...]
+    takes_instruction: bool
+
+
+@dataclass(slots=True)
+class PairPlan:
+    """One request on its way through the batched tokenizer call; made by `PairAssembler.plan`."""
+
+    layout: _Layout
+    values: dict[str, str]
+    instruction: str | None
+    n_texts: int = 0
+    slots: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairIds:
+    """One assembled pair. n_shared: leading tokens that every document of the request shares."""
+
+    ids: Int32
+    n_shared: int
+    truncated: bool
+
+
+class PairAssembler:
+    """Assembles pairs for one model. Not thread-safe (it owns nothing but uses the tokenizer).
+
+    Args:
+        prompt: with its template filled in.
+        tokenizer: a `tokenizers.Tokenizer` whose `encode_special_tokens` is already on.
+        bos: text of the first token, or None when the tokenizer has none.
+        limit: tokens of a whole pair.
+        allow_empty: a text without a token is scored, not refused.
+
+    Raises `ModelLoadError` when the prompt does not fit the tokenizer or the limit.
+    """
+
+    def __init__(
+        self,
+        prompt: PairPrompt,
+        tokenizer: Any,
+        *,
+        bos: str | None,
+        limit: int,
+        allow_empty: bool,
+    ) -> None:
+        self.prompt, self.limit, self.allow_empty = prompt, limit, allow_empty
+        self._tokenizer = tokenizer
+        self._with = self._parse(prompt.template, bos)
+        self._without = None if prompt.without is None else self._parse(prompt.without, bos)
+
+    # -- at load ------------------------------------------------------------------------------
+
+    def _parse(self, template: str, bos: str | None) -> _Layout:
+        _check_slots(template)
+        if "{bos}" in template:
+            if bos is None:
+                raise ModelLoadError(
+                    f"the rerank template {self.prompt.name!r} starts with the tokenizer's first "
+                    "token, and this tokenizer has none"
+                )
+            template = template.replace("{bos}", bos)
+        segments = [one for piece in template.split(CUT) if piece for one in self._segments(piece)]
+        place = next(i for i, segment in enumerate(segments) if segment.has_document)
+        parts = segments[place].parts
+        at = parts.index("document", 1)
+        tail = parts[at + 1]
+        if len(parts) > at + 2:
+            raise ModelLoadError(
+                "a rerank template needs {cut} or a control token between {document} and {instruction}"
+            )
+        layout = _Layout(
+            before=tuple(segments[:place]),
+            lead=_Segment(None, parts[:at]),
+            tail=tail,
+            tail_ids=self._ids(tail),
+            after=tuple(segments[place + 1 :]),
+            takes_instruction="{instruction}" in template,
+        )
+        n_fixed = len(self._ids(layout.lead.render(dict.fromkeys(SLOTS, "")))) + len(tail)
+        n_fixed += sum(len(s.ids) for s in (*layout.before, *layout.after) if s.ids is not None)
+        if n_fixed + 2 > self.limit:
+            raise ModelLoadError(
+                f"max_tokens = {self.limit} leaves no room beside the rerank template "
+                f"{self.prompt.name!r}, which needs {n_fixed}"
+            )
+        return layout
+
+    def _segments(self, piece: str) -> list[_Segment]:
+        """Split at control tokens, each of which becomes a constant; so do literals without slots."""
+        control = self._control_tokens()
+        pattern = "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True))
+        pieces = re.split(f"({pattern})", piece) if control else [piece]
+        found: list[_Segment] = []
+        for i, text in enumerate(pieces):
+            if i % 2 == 1:
+                found.append(_Segment(np.asarray([control[text][0]], dtype=np.int32)))
+                continue
+            if i > 0 and control[pieces[i - 1]][2]:
+                text = text.lstrip()
+            if i + 1 < len(pieces) and control[pieces[i + 1]][1]:
+                text = text.rstrip()
+            if not text:
+                continue
+            parts = tuple(_SLOT.split(text))
+            found.append(_Segment(self._ids(text)) if len(parts) == 1 else _Segment(None, parts))
+        return found
+
+    def _control_tokens(self) -> dict[str, tuple[int, bool, bool]]:
+        """Text of every special token -> id, strips to its left, strips to its right."""
+        return {
+            token.content: (token_id, token.lstrip, token.rstrip)
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def _ids(self, text: str) -> Int32:
+        if not text:
+            return np.zeros(0, dtype=np.int32)
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = self._tokenizer.encode(clean, add_special_tokens=False).ids
+        return np.asarray(ids, dtype=np.int32)
+
+    # -- per request --------------------------------------------------------------------------
+
+    def plan(
+        self, query: str, documents: Sequence[str], instruction: str | None, texts: list[str]
+    ) -> PairPlan:
+        """Append what has to be tokenized to `texts`; `assemble` takes it from there.
+
+        Raises `Unsupported` for an instruction that the prompt has no place for.
+        """
+        asked = instruction
+        instruction = self.prompt.instruction if asked is None else asked
+        layout = self._with
+        if instruction is None and self._without is not None:
+            layout = self._without
+        if asked is not None and not layout.takes_instruction:
+            raise Unsupported("the model takes no instruction", path="$.instruction")
+        trim = str.strip if self.prompt.strip else str
+        values = {"instruction": trim(instruction or ""), "query": trim(query), "document": ""}
+        used = instruction if layout.takes_instruction else None
+        plan = PairPlan(layout, values, used)
+        start = len(texts)
+        around = (*layout.before, *layout.after)
+        texts.extend(segment.render(values) for segment in around if segment.ids is None)
+        lead = layout.lead.render(values)
+        texts.append(lead.rstrip(" "))  # alone: how many leading tokens are no document's
+        texts.append(values["query"])
+        texts.extend(lead + trim(document) + layout.tail for document in documents)
+        plan.n_texts = len(texts) - start
+        return plan
+
+    def assemble(
+        self,
+        plan: PairPlan,
+        documents: Sequence[str],
+        contents: Sequence[Int32 | EmbedstreamError],
+        truncate: Truncate,
+    ) -> list[PairIds | EmbedstreamError] | EmbedstreamError:
+        """One entry per document; an error alone fails the whole request.
+
+        contents: ids of the texts that `plan` appended, in order.
+        """
+        pieces: list[Int32] = []
+        for content in contents[: plan.n_texts - len(documents)]:
+            if isinstance(content, EmbedstreamError):
+                return content
+            pieces.append(content)
+        *rendered, lead, query = pieces
+        if len(query) == 0 and not self.allow_empty:
+            return EmptyInput("the query holds no token", path="$.query")
+        given = iter(rendered)
+        before, after = (
+            np.concatenate(
+                [s.ids if s.ids is not None else next(given) for s in side]
+                or [np.zeros(0, np.int32)]
+            ).astype(np.int32, copy=False)
+            for side in (plan.layout.before, plan.layout.after)
+        )
+        n_fixed = len(before) + len(lead) + len(plan.layout.tail_ids) + len(after)
+        if n_fixed + 1 > self.limit:
+            return TooLong(
+                "the query and the prompt leave no room for a document, and neither is ever cut; "
+                "shorten the query",
+                path="$.query",
+                given=n_fixed,
+                limit=self.limit - 1,
+            )
+        bodies = contents[plan.n_texts - len(documents) :]
+        return [
+            self._one(plan, (before, lead, after), index, documents[index], body, truncate)
+            for index, body in enumerate(bodies)
+        ]
+
+    def _one(
+        self,
+        plan: PairPlan,
+        around: tuple[Int32, Int32, Int32],
+        index: int,
+        document: str,
+        body: Int32 | EmbedstreamError,
+        truncate: Truncate,
+    ) -> PairIds | EmbedstreamError:
+        before, lead, after = around
+        if isinstance(body, EmbedstreamError):
+            return body
+        if not self.allow_empty and not document.strip() and self._is_empty(document):
+            return EmptyInput(
+                f'item {index} holds no token; send text, or set `empty_input` to "embed" for this '
+                "model",
+                path=f"$.documents[{index}]",
+                items=(index,),
+            )
+        # Where the document's first character merges with the prompt, that token is the document's.
+        shared = _common_prefix(lead, body)
+        room = self.limit - len(before) - len(after)
+        whole = len(body)
+        if whole > room:
+            if truncate == "error":
+                given = whole + len(before) + len(after)
+                return TooLong(
+                    f"item {index} has {given} tokens with query and prompt, the model takes "
+                    f'{self.limit}; shorten it, or set `truncate` to "right" or "left"',
+                    items=(index,),
+                    given=given,
+                    limit=self.limit,
+                )
+            body = self._cut(plan, document, body, shared, room, truncate)
+        ids = np.concatenate((before, body, after)).astype(np.int32, copy=False)
+        return PairIds(ids, len(before) + shared, truncated=whole > room)
+
+    def _cut(
+        self,
+        plan: PairPlan,
+        document: str,
+        body: Int32,
+        shared: int,
+        room: int,
+        truncate: Truncate,
+    ) -> Int32:
+        """The body with fewer document tokens: `room` in all."""
+        if truncate == "left":
+            return np.concatenate((body[:shared], body[len(body) - (room - shared) :]))
+        tail = plan.layout.tail_ids
+        if not len(tail):
+            return body[:room]
+        trim = str.strip if self.prompt.strip else str
+        without_tail = self._ids(plan.layout.lead.render(plan.values) + trim(document))
+        return np.concatenate((without_tail[: room - len(tail)], tail))
+
+    def _is_empty(self, document: str) -> bool:
+        return len(self._ids(document)) == 0
+
+
+def _common_prefix(a: Int32, b: Int32) -> int:
+    """Length of the longest common beginning."""
+    n = min(len(a), len(b))
+    differing = np.flatnonzero(a[:n] != b[:n])
+    return int(differing[0]) if len(differing) else n
