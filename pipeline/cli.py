@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli_common import State, note_error, usage_error
+from pipeline.cli_common import State, note_error, print_traceback, report_failure, usage_error
 from pipeline.cli_options import (
     ConfigOption,
     ModelOption,
@@ -382,36 +382,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitStatus.ERROR
     except OperatorError as error:
         if State.debug:
-            _traceback(error)
+            print_traceback(error)
         note_error(str(error))
         return error.exit_status
     except Exception as error:  # noqa: BLE001  boundary: whatever is left becomes one line
-        return _unexpected(error)
-
-
-def _unexpected(error: Exception) -> int:
-    format_message = getattr(error, "format_message", None)
-    if callable(format_message):  # click's own errors, wherever typer keeps them
-        context = getattr(error, "ctx", None)
-        command = getattr(context, "command_path", "embedstream")
-        note_error(f"{str(format_message()).rstrip('.')}; see `{command} --help`")
-        return ExitStatus.USAGE
-    if type(error).__name__ == "Abort":
-        note_error("interrupted")
-        return ExitStatus.FORCED_INT
-    if type(error).__name__ == "Exit":
-        return int(getattr(error, "exit_code", 0))
-    if State.debug:
-        _traceback(error)
-    first_line = (str(error).strip().splitlines() or [""])[0][:300]
-    note_error(f"{type(error).__name__}: {first_line}; run it again with --debug for the traceback")
-    return ExitStatus.ERROR
-
-
-def _traceback(error: BaseException) -> None:
-    import traceback
-
-    traceback.print_exception(error, file=sys.stderr)
+        return report_failure(error)
 
 
 if __name__ == "__main__":

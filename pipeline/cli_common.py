@@ -44,6 +44,33 @@ def note_error(message: str) -> None:
         say(f"embedstream: {redact(line)}")
 
 
+def report_failure(error: Exception) -> int:
+    """One line for an error that nobody expected, or that typer raised; the exit status."""
+    format_message = getattr(error, "format_message", None)
+    if callable(format_message):  # click's own errors, wherever typer keeps them
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "embedstream")
+        note_error(f"{str(format_message()).rstrip('.')}; see `{command} --help`")
+        return ExitStatus.USAGE
+    if type(error).__name__ == "Abort":
+        note_error("interrupted")
+        return ExitStatus.FORCED_INT
+    if type(error).__name__ == "Exit":
+        return int(getattr(error, "exit_code", 0))
+    if State.debug:
+        print_traceback(error)
+    first_line = (str(error).strip().splitlines() or [""])[0][:300]
+    note_error(f"{type(error).__name__}: {first_line}; run it again with --debug for the traceback")
+    return ExitStatus.ERROR
+
+
+def print_traceback(error: BaseException) -> None:
+    """For --debug."""
+    import traceback
+
+    traceback.print_exception(error, file=sys.stderr)
+
+
 def usage_error(message: str) -> OperatorError:
     """A wrong argument; exit status 2."""
     return OperatorError(message, exit_status=ExitStatus.USAGE)
