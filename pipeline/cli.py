@@ -362,6 +362,8 @@ def models_fetch(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    # Before tokenizers is imported: its own threads would compete with the executor's for the cores.
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
     argv = list(sys.argv[1:] if arguments is None else arguments)
     end = argv.index("--") if "--" in argv else len(argv)
     State.debug = "--debug" in argv[:end]

@@ -44,14 +44,39 @@ class LoadedModels:
         self.executor.close(EXECUTOR_CLOSE_S)
 
 
-def cpu_workers(settings: Settings) -> int:
-    """Executor threads: the setting, else the cores that this process may use."""
+def executor_workers(settings: Settings) -> int:
+    """Executor threads: one on CUDA, which runs batches one after the other; on the CPU the
+    setting, else the cores that this process may use.
+
+    Raises:
+        OperatorError: models on the CPU beside models on CUDA; a process serves one device.
+    """
+    kinds = {_device_kind(name, model) for name, model in settings.models.items()}
+    if len(kinds) > 1:
+        raise OperatorError(
+            "models on cpu and on cuda in one process: set models.*.device to one of the two, or "
+            "run a second service for the other",
+            exit_status=ExitStatus.USAGE,
+        )
+    if kinds == {"cuda"}:
+        return 1
     configured = settings.executor.cpu_workers
     if configured != "auto":
         return configured
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
+
+
+def _device_kind(name: str, model: ModelSettings) -> str:
+    if model.device == "cpu":
+        return "cpu"
+    from gpu.loading import pick_device  # brings torch: not before somebody loads a model
+
+    try:
+        return pick_device(model.device).type
+    except ModelLoadError as error:
+        raise OperatorError(f"models.{name}.{error}", exit_status=ExitStatus.USAGE) from error
 
 
 async def load_models(
@@ -78,7 +103,7 @@ async def load_models(
         factories = {
             name: await _factory(name, model, on_phase) for name, model in settings.models.items()
         }
-    executor = ModelExecutor(factories, workers=cpu_workers(settings))
+    executor = ModelExecutor(factories, workers=await asyncio.to_thread(executor_workers, settings))
     loaded = LoadedModels(executor, {}, {})
     try:
         for name in factories:
@@ -118,7 +143,9 @@ async def _factory(
             path,
             max_batch_tokens=model.max_batch_tokens,
             dtype=model.dtype,
+            speed=model.speed,
             device=model.device,
+            attention=model.attention,
             matryoshka_dimensions=model.matryoshka_dimensions or None,
             prompts=model.prompts or None,
             empty_input=model.empty_input,
