@@ -135,25 +135,15 @@ async def _factory(
         path = await asyncio.to_thread(resolve_model, model.path)
     except ModelFetchError as error:
         raise OperatorError(f"models.{name}.path: {error}") from error
-    # "auto" means "as the model folder says": the loader calls that None.
-    given = {"max_tokens": model.max_tokens, "pooling": model.pooling}
+    # Every setting of a model reaches the loader under its own name; "auto", None and an empty list
+    # or table mean "as the model folder says" on both sides.
+    given = {
+        field: getattr(model, field)
+        for field in model.__struct_fields__
+        if field not in ("path", "default_for")
+    }
     try:
-        return make_runner_factory(
-            name,
-            path,
-            max_batch_tokens=model.max_batch_tokens,
-            dtype=model.dtype,
-            speed=model.speed,
-            device=model.device,
-            attention=model.attention,
-            matryoshka_dimensions=model.matryoshka_dimensions or None,
-            prompts=model.prompts or None,
-            empty_input=model.empty_input,
-            trust_remote_code=model.trust_remote_code,
-            allow_pickle=model.allow_pickle,
-            offline=False,
-            **{key: value for key, value in given.items() if value != "auto"},
-        )
+        return make_runner_factory(name, path, offline=False, **given)
     except ModelLoadError as error:
         raise OperatorError(str(error), exit_status=ExitStatus.USAGE) from error
 

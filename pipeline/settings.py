@@ -18,6 +18,7 @@ import msgspec
 from pipeline.redact import MASK, is_secret_name, redact
 from pipeline.settings_build import Builder
 from pipeline.settings_check import contradictions
+from pipeline.settings_model import ModelSettings
 from pipeline.settings_records import (
     DEFAULT_ORIGIN,
     AdmissionSettings,
@@ -29,7 +30,6 @@ from pipeline.settings_records import (
     LifecycleSettings,
     LimitsOverride,
     LogSettings,
-    ModelSettings,
     Origin,
     PublishSettings,
     RouteSettings,

@@ -19,7 +19,8 @@ import msgspec
 import msgspec.inspect as mi
 
 from pipeline.settings_build import fields_of, unwrap
-from pipeline.settings_records import ModelSettings, RouteSettings, Settings
+from pipeline.settings_model import ModelSettings
+from pipeline.settings_records import RouteSettings, Settings
 from pipeline.settings_sources import ENVIRONMENT_PREFIX
 from pipeline.transports import options as transport_options
 

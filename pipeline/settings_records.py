@@ -14,83 +14,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pipeline.settings_model import ModelSettings, Record
 from schemas.requests import Lane, Limits, Task
 
 
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every settings table."""
-
-
-class ModelSettings(_Record, frozen=True, kw_only=True):
-    """`[models.NAME]`: one model of the pool."""
-
-    path: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Model folder, hub id, or the name of a packaged demo model.",
-        ),
-    ]
-    max_batch_tokens: Annotated[
-        Annotated[int, Meta(ge=16, le=4_194_304)] | Literal["auto"],
-        Meta(
-            description="Tokens a pack may hold; a longer item travels alone. "
-            '"auto": 512 on CPU, 16384 on CUDA.',
-        ),
-    ] = "auto"
-    max_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=1_048_576)] | Literal["auto"],
-        Meta(
-            description="Tokens one item may have, special tokens included. "
-            '"auto": what the model folder says.',
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description='Compute dtype. "auto": float32 on CPU, bfloat16 on CUDA.'),
-    ] = "auto"
-    device: Annotated[
-        str,
-        Meta(
-            pattern=r"^(auto|cpu|cuda|cuda:[0-9]{1,2})$",  # \d would take other scripts' digits
-            description='"auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N".',
-        ),
-    ] = "auto"
-    attention: Annotated[
-        Literal["auto", "sdpa", "flashinfer", "varlen"],
-        Meta(description="Attention backend; `embedstream check` shows the one in use."),
-    ] = "auto"
-    pooling: Annotated[
-        Literal["auto", "cls", "mean", "last_token"],
-        Meta(description='Pooling of hidden states. "auto": what the model folder says.'),
-    ] = "auto"
-    matryoshka_dimensions: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=65_536)], ...],
-        Meta(description="Vector sizes requests may ask for, beside those the model folder names."),
-    ] = ()
-    prompts: Annotated[
-        dict[str, str],
-        Meta(description="Prompts by name, added to (and overriding) those of the model folder."),
-    ] = {}
-    empty_input: Annotated[
-        Literal["error", "embed"],
-        Meta(description="An empty text: answer `empty_input`, or embed its special tokens."),
-    ] = "error"
-    default_for: Annotated[
-        tuple[Task, ...],
-        Meta(description="Tasks this model answers when neither request nor route names a model."),
-    ] = ()
-    trust_remote_code: Annotated[
-        bool,
-        Meta(description="Run Python code that comes with the model folder. Never by default."),
-    ] = False
-    allow_pickle: Annotated[
-        bool,
-        Meta(description="Load pickled weights (weights only) when there are no safetensors."),
-    ] = False
-
-
-class LimitsOverride(_Record, frozen=True, kw_only=True):
+class LimitsOverride(Record, frozen=True, kw_only=True):
     """`[routes.limits]`: limits of one route; what is absent is taken from `[limits]`."""
 
     max_record_bytes: int | None = None
@@ -101,7 +29,7 @@ class LimitsOverride(_Record, frozen=True, kw_only=True):
     max_metadata_bytes: int | None = None
 
 
-class RouteSettings(_Record, frozen=True, kw_only=True):
+class RouteSettings(Record, frozen=True, kw_only=True):
     """`[[routes]]`: where work comes from, which model, where results go."""
 
     name: Annotated[
@@ -150,7 +78,7 @@ class RouteSettings(_Record, frozen=True, kw_only=True):
     limits: LimitsOverride = LimitsOverride()
 
 
-class BatchingSettings(_Record, frozen=True, kw_only=True):
+class BatchingSettings(Record, frozen=True, kw_only=True):
     """`[batching]`: how items are gathered into packs."""
 
     linger_ms: Annotated[
@@ -185,7 +113,7 @@ class BatchingSettings(_Record, frozen=True, kw_only=True):
     ] = 1024
 
 
-class LaneAdmission(_Record, frozen=True, kw_only=True):
+class LaneAdmission(Record, frozen=True, kw_only=True):
     """Budgets of one lane: what may be in flight (admitted and not settled)."""
 
     max_in_flight_requests: Annotated[
@@ -206,7 +134,7 @@ class LaneAdmission(_Record, frozen=True, kw_only=True):
     ] = "wait"
 
 
-class AdmissionSettings(_Record, frozen=True, kw_only=True):
+class AdmissionSettings(Record, frozen=True, kw_only=True):
     """`[admission.interactive]` and `[admission.bulk]`."""
 
     interactive: LaneAdmission = LaneAdmission(max_in_flight_tokens=500_000, when_full="reject")
@@ -217,7 +145,7 @@ class AdmissionSettings(_Record, frozen=True, kw_only=True):
         return self.interactive if lane == "interactive" else self.bulk
 
 
-class PublishSettings(_Record, frozen=True, kw_only=True):
+class PublishSettings(Record, frozen=True, kw_only=True):
     """`[publish]`: how replies reach the broker."""
 
     attempts: Annotated[
@@ -246,7 +174,7 @@ class PublishSettings(_Record, frozen=True, kw_only=True):
     ] = True
 
 
-class AttemptsSettings(_Record, frozen=True, kw_only=True):
+class AttemptsSettings(Record, frozen=True, kw_only=True):
     """`[attempts]`: when a delivery is given up."""
 
     max_attempts: Annotated[
@@ -259,7 +187,7 @@ class AttemptsSettings(_Record, frozen=True, kw_only=True):
     ] = 5
 
 
-class LifecycleSettings(_Record, frozen=True, kw_only=True):
+class LifecycleSettings(Record, frozen=True, kw_only=True):
     """`[lifecycle]`: how the service stops."""
 
     drain_budget_s: Annotated[
@@ -274,7 +202,7 @@ class LifecycleSettings(_Record, frozen=True, kw_only=True):
     ] = 25.0
 
 
-class HealthSettings(_Record, frozen=True, kw_only=True):
+class HealthSettings(Record, frozen=True, kw_only=True):
     """`[health]`: the HTTP port with /live, /ready, /metrics, /statistics."""
 
     host: Annotated[
@@ -306,7 +234,7 @@ class HealthSettings(_Record, frozen=True, kw_only=True):
     ] = 2.0
 
 
-class LogSettings(_Record, frozen=True, kw_only=True):
+class LogSettings(Record, frozen=True, kw_only=True):
     """`[log]`: events on stderr."""
 
     level: Annotated[
@@ -318,7 +246,7 @@ class LogSettings(_Record, frozen=True, kw_only=True):
     ] = "auto"
 
 
-class ExecutorSettings(_Record, frozen=True, kw_only=True):
+class ExecutorSettings(Record, frozen=True, kw_only=True):
     """`[executor]`: the threads that own the models."""
 
     cpu_workers: Annotated[
@@ -343,7 +271,7 @@ class Origin(msgspec.Struct, frozen=True):
 DEFAULT_ORIGIN = Origin("default")
 
 
-class Settings(_Record, frozen=True, kw_only=True):
+class Settings(Record, frozen=True, kw_only=True):
     """Everything that is configured. Built only by `pipeline.settings.load`."""
 
     models: dict[str, ModelSettings] = {}

@@ -482,12 +482,22 @@ def test_every_setting_is_read_somewhere() -> None:
         and not path.name.startswith("cli_check")
     )
     for record in (
-        ModelSettings, RouteSettings, records.BatchingSettings, records.LaneAdmission,
+        RouteSettings, records.BatchingSettings, records.LaneAdmission,
         records.PublishSettings, records.AttemptsSettings, records.LifecycleSettings,
         records.HealthSettings, records.LogSettings, records.ExecutorSettings,
     ):  # fmt: skip
         for name in record.__struct_fields__:
             assert f".{name}" in sources, f"nothing reads {record.__name__}.{name}"
+
+
+def test_every_setting_of_a_model_is_one_of_the_loader() -> None:
+    """The loader refuses what it does not know: `pipeline.loading` passes all but these two on."""
+    from gpu.loader import ModelSettings as LoaderSettings
+
+    ours = set(ModelSettings.__struct_fields__) - {"default_for"}
+    assert ours <= set(LoaderSettings.__slots__)
+    # what only code may say: no hub in tests, plain linears in comparisons
+    assert set(LoaderSettings.__slots__) - ours == {"offline", "prepack"}
 
 
 def test_docs_settings_is_what_the_code_says() -> None:
