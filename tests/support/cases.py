@@ -1,7 +1,7 @@
 """Which test proves which case of the bug log: read from the tests' own docstrings.
 
 Who calls it: `tests/unit/test_cases.py`; ``python -m tests.support.cases`` prints docs/cases.md.
-What must stay true: a case counts only when a test function (or its class) names it in its docstring.
+What must stay true: a case counts only when a test function (or its class) names it in its docstring or name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def tests_by_case(root: Path = ROOT / "tests") -> dict[str, list[str]]:
         tree = ast.parse(path.read_text())
         where = path.relative_to(ROOT).as_posix()
         for owner, node in _test_functions(tree):
-            text = " ".join(filter(None, (ast.get_docstring(node), owner)))
+            in_name = " ".join(part.upper() for part in node.name.split("_"))
+            text = " ".join(filter(None, (ast.get_docstring(node), owner, in_name)))
             for case in dict.fromkeys(_expand(text)):
                 found.setdefault(case, []).append(f"{where}::{node.name}")
     return found
