@@ -274,7 +274,7 @@ DEFAULT_ORIGIN = Origin("default")
 class Settings(Record, frozen=True, kw_only=True):
     """Everything that is configured. Built only by `pipeline.settings.load`."""
 
-    models: dict[str, ModelSettings] = {}
+    models: dict[str, ModelSettings] = msgspec.field(default_factory=dict)
     routes: tuple[RouteSettings, ...] = ()
     limits: Limits = Limits()
     batching: BatchingSettings = BatchingSettings()
@@ -285,7 +285,7 @@ class Settings(Record, frozen=True, kw_only=True):
     health: HealthSettings = HealthSettings()
     log: LogSettings = LogSettings()
     executor: ExecutorSettings = ExecutorSettings()
-    origins: Mapping[str, Origin] = {}
+    origins: Mapping[str, Origin] = msgspec.field(default_factory=dict)
     """Dotted setting name -> where its value came from; absent: the default."""
 
     def model_for(self, route: RouteSettings | None, task: Task) -> str | None:
