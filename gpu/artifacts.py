@@ -14,13 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from schemas.requests import Task
+from schemas.requests import Output, Task
 
 from .batch import Pooling
+from .decoders import attention_notes, check_folder_code, is_reward, rope_limit
 from .families import FAMILIES, Family, position_offset
 from .faults import ModelLoadError as ModelLoadError  # callers know it under this address
 from .fingerprint import fingerprint_of, weight_files
 from .modules import POOLINGS, DenseSpec, Modules, pooling_name, read_json, read_modules
+from .outputs_spec import (
+    OUTPUTS,
+    SparseSpec,
+    SpladeSpec,
+    TokenVectorSpec,
+    extra_outputs,
+    prefixed_prompts,
+)
+from .pairs import LabelHead, PairPrompt
+from .rerankers import declared_prompt, is_scorer, label_head
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
 
@@ -33,6 +44,8 @@ class ModelSpec:
     head: the model has a `*ForSequenceClassification` head.
     score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
     allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
+    dimensions, pooling: of the dense vector; None: the model has none. sparse, multivector: the other
+    outputs, computed from the same forward.
     """
 
     folder: Path
@@ -57,7 +70,29 @@ class ModelSpec:
     label_activation: str = "identity"
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    pairs: PairPrompt | None = None
+    label_head: LabelHead | None = None
+    causal: bool | None = None
     notes: tuple[str, ...] = ()
+    sparse: SparseSpec | None = None
+    multivector: TokenVectorSpec | None = None
+
+    @property
+    def has_mlm_head(self) -> bool:
+        """The model is a `*ForMaskedLM` whose logits are read (SPLADE)."""
+        return isinstance(self.sparse, SpladeSpec)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What it can give for one text, in the order in which one of them is the default."""
+        there = (self.dimensions, self.sparse, self.multivector)
+        return tuple(o for o, value in zip(OUTPUTS, there, strict=True) if value is not None)
+
+    @property
+    def skipped_pad(self) -> int | None:
+        """See `gpu.pooler.segments_of`."""
+        last = self.head and self.family.head == "score_on_last"
+        return self.config.get("pad_token_id") if last else None
 
     @property
     def weights(self) -> list[Path]:
@@ -105,6 +140,10 @@ def load_spec(
     matryoshka_dimensions: tuple[int, ...] | None = None,
     prompts: Mapping[str, str] | None = None,
     default_prompt_name: str | None = None,
+    rerank_template: str | None = None,
+    label_tokens: tuple[str, ...] | None = None,
+    causal: bool | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelSpec:
     """Read a Sentence-Transformers or plain transformers folder.
 
@@ -114,6 +153,17 @@ def load_spec(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
+    from .static_spec import load_static_spec, static_kind  # it builds on this module
+
+    if static_kind(folder) is not None:
+        return load_static_spec(
+            folder,
+            pooling=pooling,
+            max_tokens=max_tokens,
+            matryoshka_dimensions=matryoshka_dimensions,
+            prompts=prompts,
+            default_prompt_name=default_prompt_name,
+        )
     modules = read_modules(folder)
     transformer = modules.transformer
     config = read_json(transformer / "config.json", required=True)
@@ -136,10 +186,27 @@ def load_spec(
         "config": config,
         "position_offset": position_offset(family, config.get("pad_token_id")),
         "max_tokens": _max_tokens(folder, transformer, config, family, max_tokens),
+        "causal": causal,
     }
+    notes = check_folder_code(
+        folder, config, family, architecture, trust_remote_code=trust_remote_code, causal=causal
+    )
     st_config = read_json(folder / "config_sentence_transformers.json")
-    common |= _prompts(folder, st_config, prompts, default_prompt_name)
-    if architecture.endswith("ForSequenceClassification") and not modules.pooling:
+    common |= read_prompts(folder, st_config, prompts, default_prompt_name)
+    if modules.pooling is None:
+        common["pairs"] = declared_prompt(folder, transformer, rerank_template)
+        common["label_head"] = label_head(
+            folder, modules.logit_score, rerank_template, label_tokens, architecture=architecture
+        )
+    elif rerank_template or label_tokens:
+        raise ModelLoadError(
+            f"{folder}: rerank_template and label_tokens are for scorers, and this folder pools"
+        )
+    if common.get("pairs") is not None:
+        common["default_prompt_name"] = None  # it is the prompt's instruction
+    if common.get("label_head") is not None:
+        answer = _label_fields(folder, family, config, st_config, common["label_head"])
+    elif (is_scorer(architecture) or is_reward(architecture)) and not modules.pooling:
         if common["default_prompt_name"] is not None:
             raise ModelLoadError(
                 f"{folder}: default_prompt_name {common['default_prompt_name']!r} on a model with a "
@@ -148,10 +215,35 @@ def load_spec(
         answer = _head_fields(folder, family, config, st_config)
     else:
         answer = _embed_fields(folder, family, config, modules, pooling, matryoshka_dimensions)
+    answer["notes"] = (
+        *answer.get("notes", ()), *notes, *attention_notes(config, family, causal)
+    )  # fmt: skip
     answer["fingerprint"] = fingerprint_of(
         transformer, dense=[d.folder for d in answer.get("dense", ())], meaning=common | answer
     )
     return ModelSpec(**common, **answer)
+
+
+def _label_fields(
+    folder: Path,
+    family: Family,
+    config: Mapping[str, Any],
+    st_config: Mapping[str, Any],
+    head: LabelHead,
+) -> dict[str, Any]:
+    """A causal language model that is read off at a few vocabulary tokens."""
+    if not family.causal:
+        raise ModelLoadError(f"{folder}: {family.model_type} is no causal language model")
+    named = _named_activation(folder, config, st_config)
+    n_scores = 1 if head.difference else len(head.tokens)
+    tasks: set[Task] = {"classify"} if n_scores > 1 else {"rerank", "score"}
+    return {
+        "tasks": frozenset(tasks),
+        "head": False,
+        "labels": tuple(map(str, head.tokens)) if n_scores > 1 else (),
+        "score_activation": named or "sigmoid",
+        "label_activation": named or "softmax",
+    }
 
 
 def _embed_fields(
@@ -162,14 +254,35 @@ def _embed_fields(
     pooling: str | None,
     matryoshka: tuple[int, ...] | None,
 ) -> dict[str, Any]:
-    notes: list[str] = []
+    extra = extra_outputs(
+        folder,
+        config,
+        modules,
+        pooling,
+        has_mlm_head=family.mlm is not None,
+        hidden_size=_hidden_size(config),
+    )
+    notes = list(extra.notes)
+    if not extra.dense:
+        token_size = extra.multivector.dimensions if extra.multivector else None
+        return {
+            "tasks": frozenset({"embed"}),
+            "head": False,
+            "normalize": modules.normalize,
+            "allowed_dimensions": token_size and allowed_dimensions(config, token_size, matryoshka),
+            "sparse": extra.sparse,
+            "multivector": extra.multivector,
+            "notes": extra.notes,
+        }
+    pooling = extra.pooling if pooling is None and modules.pooling is None else pooling
     if pooling is not None and pooling not in POOLINGS:
         raise ModelLoadError(f"pooling = {pooling!r} is not one of cls, mean, last_token")
     architecture = str((config.get("architectures") or [""])[0])
     if modules.pooling is None and not modules.described and "For" in architecture:
         raise ModelLoadError(
             f"{folder}: {architecture} without modules.json has no known task; supported are "
-            "*ForSequenceClassification, base models, and Sentence-Transformers folders"
+            "*ForSequenceClassification, base models, and Sentence-Transformers folders; for a "
+            'language model that reranks set `rerank_template = "qwen3"`, `"bge-gemma"` or a template'
         )
     if pooling is not None:
         chosen = POOLINGS[pooling]
@@ -190,9 +303,11 @@ def _embed_fields(
         "pooling": chosen,
         "include_prompt": bool((modules.pooling or {}).get("include_prompt", True)),
         "dense": modules.dense,
-        "normalize": modules.normalize,
+        "normalize": modules.normalize or extra.normalize,
+        "sparse": extra.sparse,
+        "multivector": extra.multivector,
         "dimensions": native,
-        "allowed_dimensions": _allowed_dimensions(config, native, matryoshka),
+        "allowed_dimensions": allowed_dimensions(config, native, matryoshka),
         "notes": tuple(notes),
     }
 
@@ -204,9 +319,10 @@ def _hidden_size(config: Mapping[str, Any]) -> int:
     raise ModelLoadError("config.json names no hidden_size")
 
 
-def _allowed_dimensions(
+def allowed_dimensions(
     config: Mapping[str, Any], native: int, override: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
+    """Sizes that a vector may be cut to, ascending, native included; None: the native one only."""
     named = override if override is not None else config.get("matryoshka_dimensions")
     if named:
         bad = [d for d in named if not 0 < int(d) <= native]
@@ -227,6 +343,8 @@ def _head_fields(
         raise ModelLoadError(f"{folder}: no head recipe for model type {family.model_type}")
     id2label = {int(k): str(v) for k, v in (config.get("id2label") or {}).items()}
     n_labels = len(id2label) or int(config.get("num_labels", 2))
+    if is_reward(str((config.get("architectures") or [""])[0])):
+        id2label, n_labels = {0: "reward"}, 1
     labels = tuple(id2label.get(i, f"LABEL_{i}") for i in range(n_labels))
     if len(set(labels)) != len(labels):
         raise ModelLoadError(f"{folder}: id2label names a label twice; results are keyed by label")
@@ -265,7 +383,9 @@ def _named_activation(
 
 
 def _label_activation(config: Mapping[str, Any], n_labels: int) -> str:
-    """transformers' text-classification pipeline rule."""
+    """transformers' text-classification pipeline rule; a reward is a number as it comes."""
+    if is_reward(str((config.get("architectures") or [""])[0])):
+        return "identity"
     problem = config.get("problem_type")
     if problem == "regression":
         return "identity"
@@ -274,13 +394,13 @@ def _label_activation(config: Mapping[str, Any], n_labels: int) -> str:
     return "softmax"
 
 
-def _prompts(
+def read_prompts(
     folder: Path,
     st_config: Mapping[str, Any],
     override: Mapping[str, str] | None,
     default_override: str | None,
 ) -> dict[str, Any]:
-    read = {**(st_config.get("prompts") or {}), **(override or {})}
+    read = {**prefixed_prompts(st_config), **(override or {})}
     prompts = {str(k): str(v) for k, v in read.items() if v is not None}
     default = default_override or st_config.get("default_prompt_name")
     if default is not None and default not in prompts:
@@ -307,13 +427,14 @@ def _max_tokens(
     if positions is not None and int(positions) > 0:
         limits.append(int(positions) - position_offset(family, config.get("pad_token_id")))
     ceiling = limits[0] if limits and family.learned_positions else None
-    rope_ceiling = _rope_ceiling(config)
-    if rope_ceiling is not None:
-        limits.append(rope_ceiling)
-        ceiling = min(rope_ceiling, ceiling or rope_ceiling)
+    stretched = rope_limit(config)
+    if stretched is not None:
+        limits = [stretched]
     for file, key in (
         (folder / "sentence_bert_config.json", "max_seq_length"),
         (transformer / "sentence_bert_config.json", "max_seq_length"),
+        (transformer / "sentence_bert_config.json", "document_length"),  # ColBERT's own limit
+        (folder / "config_sentence_transformers.json", "document_length"),
         (transformer / "tokenizer_config.json", "model_max_length"),
     ):
         value = read_json(file).get(key)
@@ -330,20 +451,3 @@ def _max_tokens(
             f"{folder}: no file limits the length; set `max_tokens` for this model"
         )
     return min(limits)
-
-
-def _rope_ceiling(config: Mapping[str, Any]) -> int | None:
-    """Longest item for which the RoPE does not depend on what else is in the pack, or None.
-
-    "dynamic" and "longrope" choose their frequencies by the longest position of the whole call, but
-    only past the length that the model was trained for; up to it they are ordinary.
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    entries = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
-    for entry in entries:
-        if (entry.get("rope_type") or entry.get("type")) in ("dynamic", "longrope"):
-            trained = entry.get("original_max_position_embeddings") or config.get(
-                "original_max_position_embeddings", config.get("max_position_embeddings")
-            )
-            return None if trained is None else int(trained)
-    return None

@@ -8,7 +8,7 @@ replaced (a size, an output, an instruction); every refusal says what would be a
 from __future__ import annotations
 
 from schemas.errors import InvalidDimensions, Unsupported
-from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Task
+from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, Task
 
 from .artifacts import ModelSpec
 from .batch import ItemOptions
@@ -23,18 +23,15 @@ def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
     if task not in spec.tasks:
         raise Unsupported(_why_not(task, spec), path="$.task")
     if isinstance(request, EmbedRequest):
-        unknown = [output for output in request.outputs if output != "dense"]
-        if unknown:
-            raise Unsupported(
-                f"the model has no {', '.join(unknown)} output; it has: dense", path="$.outputs"
-            )
+        outputs = _outputs(request, spec)
         return ItemOptions(
             task=task,
-            outputs=request.outputs,
-            dimensions=_dimensions(request.dimensions, spec),
+            outputs=outputs,
+            dimensions=_dimensions(request.dimensions, outputs, spec),
             normalize=request.normalize,
         )
-    if not isinstance(request, ClassifyRequest) and request.instruction is not None:
+    takes_instruction = isinstance(request, ClassifyRequest) or spec.pairs is not None
+    if not takes_instruction and request.instruction is not None:  # type: ignore[union-attr]
         raise Unsupported("the model takes no instruction", path="$.instruction")
     return ItemOptions(task=task, raw_scores=request.raw_scores)
 
@@ -49,11 +46,56 @@ def _why_not(task: Task, spec: ModelSpec) -> str:
     return f"the model cannot {task}; it can: {able}"
 
 
-def _dimensions(asked: int | None, spec: ModelSpec) -> int | None:
-    """None for the native size. Anything but an allowed size is refused."""
+def _outputs(request: EmbedRequest, spec: ModelSpec) -> tuple[Output, ...]:
+    """The outputs to compute; the model's first when the request names none."""
+    outputs = request.outputs or spec.outputs[:1]
+    unknown = [output for output in outputs if output not in spec.outputs]
+    if unknown:
+        raise Unsupported(
+            f"the model has no {', '.join(unknown)} output; it has: {', '.join(spec.outputs)}",
+            path="$.outputs",
+        )
+    if outputs == ("sparse",) and request.normalize:
+        raise Unsupported("sparse weights are never normalised", path="$.normalize")
+    tokens = spec.multivector
+    if (
+        tokens is not None
+        and tokens.expanded_queries
+        and "multivector" in outputs
+        and request.prompt_name == tokens.query_prompt
+    ):
+        raise Unsupported(
+            "this model's queries are padded with mask tokens, which is not supported; its documents "
+            "are",
+            path="$.prompt_name",
+        )
+    return outputs
+
+
+def _dimensions(asked: int | None, outputs: tuple[Output, ...], spec: ModelSpec) -> int | None:
+    """None for the native size. Anything but an allowed size is refused.
+
+    A size speaks of the dense vector where there is one, else of each token-level vector.
+    """
     native = spec.dimensions
+    if native is None and spec.multivector is not None:
+        native = spec.multivector.dimensions
+    elif "dense" not in outputs and asked is not None and asked != native:
+        raise InvalidDimensions(
+            f"dimensions cut the dense vector, and {', '.join(outputs)} alone was asked for",
+            path="$.dimensions",
+            given=asked,
+            limit=native,
+        )
     if asked is None or asked == native:
         return None
+    if "dense" in outputs and "multivector" in outputs:
+        raise InvalidDimensions(
+            "dimensions cut the dense vector alone; ask for multivector in a request of its own",
+            path="$.dimensions",
+            given=asked,
+            limit=native,
+        )
     allowed = spec.allowed_dimensions or ((native,) if native is not None else ())
     if asked in allowed:
         return asked

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
-from .batch import Pooling
+from .batch import PackedBatch, Pooling
 from .faults import ModelLoadError
 from .fingerprint import weight_files
 from .linears import prepack_one
@@ -29,16 +30,27 @@ class Segments:
     """Where items lie in the pack. No segment is empty.
 
     starts, ends: token offsets per item, host. pooled_from: first token of each that mean pooling
-    takes, counted from the item's start.
+    takes, counted from the item's start. last: the row that stands for each item in last-token
+    pooling; None: the last one.
     """
 
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     pooled_from: tuple[int, ...]
+    last: tuple[int, ...] | None = None
 
     @property
     def n_items(self) -> int:
         return len(self.starts)
+
+    def of(self, rows: Sequence[int]) -> Segments:
+        """The same for some of the items."""
+        return Segments(
+            starts=tuple(self.starts[row] for row in rows),
+            ends=tuple(self.ends[row] for row in rows),
+            pooled_from=tuple(self.pooled_from[row] for row in rows),
+            last=None if self.last is None else tuple(self.last[row] for row in rows),
+        )
 
 
 def first_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -49,7 +61,31 @@ def first_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 def last_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
     """[total_tokens, h] -> [n_items, h]: the last token of each item."""
+    if segments.last is not None:
+        return hidden[torch.tensor(segments.last, device=hidden.device)]
     return hidden[torch.tensor(segments.ends, device=hidden.device) - 1]
+
+
+def segments_of(batch: PackedBatch, skipped_pad: int | None = None) -> Segments:
+    """Where the items of a pack lie.
+
+    skipped_pad: transformers' classification heads on decoders read the last token that is not the
+    pad token, also where a tokenizer closes texts with just that token; None: the last token.
+    """
+    bounds = [int(n) for n in batch.cu_seqlens]
+    last: tuple[int, ...] | None = None
+    if skipped_pad is not None and bool((batch.input_ids == skipped_pad).any()):
+        rows = []
+        for item, start in zip(batch.items, bounds, strict=False):
+            others = np.flatnonzero(item.input_ids != skipped_pad)
+            rows.append(start + int(others[-1] if len(others) else 0))
+        last = tuple(rows)
+    return Segments(
+        starts=tuple(bounds[:-1]),
+        ends=tuple(bounds[1:]),
+        pooled_from=tuple(item.pooled_from for item in batch.items),
+        last=last,
+    )
 
 
 def mean_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:

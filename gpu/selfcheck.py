@@ -8,6 +8,7 @@ one, a RoPE that depends on the pack or a broken linear all show.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from .batch import EncodedItem, PackedBatch, pack
+from .decoders import length_dependent
 from .forward import Forward, PackedForward, fixed_arguments
 
 # fp32: relative to the largest activation. Measured on every family: 2e-5 at activations of 4 to 22
@@ -51,6 +53,9 @@ def probes(config: Any, *, max_tokens: int, vocab_size: int, reserved: int | Non
     ]
     longest = min([max_tokens, LONGEST_PROBE, max([*windows, 31]) + 9])
     lengths = sorted({1, min(5, max_tokens), min(17, max_tokens), longest})
+    switch = length_dependent(config.to_dict())
+    if switch is not None and switch[1] + 5 <= min(max_tokens, LONGEST_PROBE):
+        lengths = sorted({*lengths, switch[1] + 1, switch[1] + 5})
     rng = np.random.default_rng(0)
     items = []
     for length in (*lengths, lengths[-2] if len(lengths) > 1 else 1):
@@ -62,8 +67,10 @@ def probes(config: Any, *, max_tokens: int, vocab_size: int, reserved: int | Non
 
 
 def crosses_window(config: Any, batch: PackedBatch) -> bool:
-    """Whether the longest probe is longer than every window of the model."""
+    """Whether the longest probe is longer than every window, and than where the RoPE changes."""
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
+    switch = length_dependent(config.to_dict())
+    windows.append(None if switch is None else switch[1])
     return all(w is None or batch.max_seqlen > int(w) for w in windows)
 
 
@@ -85,6 +92,36 @@ def reference_logits(model: nn.Module, batch: PackedBatch, device: torch.device)
         for item in batch.items
     ]
     return torch.stack(parts)
+
+
+MLM_PROBE_TOKENS = 64
+
+
+@torch.inference_mode()
+def reference_tokens(
+    model: nn.Module, batch: PackedBatch, device: torch.device
+) -> list[tuple[EncodedItem, torch.Tensor]]:
+    """Short probes alone through the whole `*ForMaskedLM`, each with its [n_tokens, vocabulary]."""
+    return [
+        (item, model(input_ids=_ids(item, device), **fixed_arguments(model)).logits[0])
+        for item in batch.items
+        if item.n_tokens <= MLM_PROBE_TOKENS
+    ]
+
+
+@torch.inference_mode()
+def check_tokens(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    forward: Forward,
+    expected: list[tuple[EncodedItem, torch.Tensor]],
+    finding: Finding,
+) -> Finding:
+    """The masked-LM head on our hidden states against the model's own logits; `finding` when equal."""
+    for item, logits in expected:
+        found = compare(head(forward(pack([item]))), logits)
+        if found.reason is not None:
+            return Finding(f"the masked-LM head is wrong: {found.reason}")
+    return finding
 
 
 def _ids(item: EncodedItem, device: torch.device) -> torch.Tensor:
@@ -127,7 +164,7 @@ def compare(got: torch.Tensor, reference: torch.Tensor) -> Finding:
         return Finding("it gave NaN or infinity")
     scale = max(float(b.abs().max()), 1e-6)
     diff = float((a - b).abs().max()) / scale
-    if got.dtype == torch.float32:
+    if got.dtype == reference.dtype == torch.float32:
         bad = diff > FP32_TOLERANCE
     else:
         bad = float(torch.cosine_similarity(a, b, dim=-1).min()) < HALF_COSINE

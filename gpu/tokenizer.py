@@ -9,6 +9,7 @@ sender may cause becomes an error entry, never an exception, and never touches i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,12 +37,16 @@ from schemas.requests import (
 from .artifacts import ModelSpec
 from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from .checks import check_request
+from .decoders import close_with_end_token
 from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
+from .pairs import N_SHARED, PairAssembler, PairPlan
+from .rerankers import rendered
 from .template import Template, learn_template
 
 EmptyPolicy = Literal["error", "embed"]
 Content = Int32 | EmbedstreamError
+_NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class _Plan:
     """One admitted request on its way through the batched call.
 
     texts: where its texts start in the call. prompt_at: where its prompt alone stands, or None.
+    lead: ids that stand for the beginning of the prompt, put before the content and never cut.
     """
 
     request: AnyRequest
@@ -56,6 +62,9 @@ class _Plan:
     prompt: str | None = None
     texts: list[int] = field(default_factory=list)
     prompt_at: int | None = None
+    lead: Int32 = field(default_factory=lambda: _NO_IDS)
+    prompt_name: str | None = None
+    pairs: PairPlan | None = None
 
 
 class TextEncoder:
@@ -66,7 +75,13 @@ class TextEncoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, tokenizer: Any, *, token_types: bool, empty_input: EmptyPolicy
+        self,
+        spec: ModelSpec,
+        tokenizer: Any,
+        *,
+        token_types: bool,
+        empty_input: EmptyPolicy,
+        bos: str | None = None,
     ) -> None:
         if empty_input not in ("error", "embed"):
             raise ModelLoadError(f'empty_input = {empty_input!r} is not "error" or "embed"')
@@ -81,6 +96,15 @@ class TextEncoder:
         self._batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
         self._template: Template = learn_template(tokenizer)
         self._token_types = token_types
+        self.pairs: PairAssembler | None = None
+        if spec.pairs is not None:
+            self.pairs = PairAssembler(
+                spec.pairs,
+                tokenizer,
+                bos=bos,
+                limit=self.limit,
+                allow_empty=empty_input == "embed",
+            )
         if self.limit <= max(self._template.n_single, self._template.n_pair):
             raise ModelLoadError(
                 f"max_tokens = {self.limit} leaves no room beside the special tokens"
@@ -109,11 +133,23 @@ class TextEncoder:
             plan.texts.append(len(texts))
             texts.append(text)
 
+        if isinstance(request, RerankRequest) and self.pairs is not None:
+            start = len(texts)
+            try:
+                documents = [document.text for document in request.documents]
+                plan.pairs = self.pairs.plan(request.query, documents, request.instruction, texts)
+            except EmbedstreamError as error:
+                return error
+            plan.texts.extend(range(start, len(texts)))
+            return plan
         if isinstance(request, RerankRequest):
             add(request.query)
             for document in request.documents:
                 add(document.text)
             return plan
+        if self.spec.multivector is not None and request.prompt is None:
+            plan.prompt_name = request.prompt_name or self.spec.default_prompt_name
+            plan.lead, prompt = self._lead(plan.prompt_name, prompt)
         for item in request.input:
             if isinstance(item, Text):
                 add((prompt or "") + item.text)
@@ -136,6 +172,14 @@ class TextEncoder:
                 f"the model has no prompt of that name; it has: {known}", path="$.prompt_name"
             )
         return self.spec.prompts[name]
+
+    def _lead(self, name: str | None, prompt: str | None) -> tuple[Int32, str | None]:
+        """A prompt's first token, where a ColBERT model has one for it, and the text that is left."""
+        assert self.spec.multivector is not None
+        for known, token, text in self.spec.multivector.prefix_ids:
+            if known == name and prompt is not None and prompt.startswith(text):
+                return np.array([token], dtype=np.int32), prompt[len(text) :] or None
+        return _NO_IDS, prompt
 
     def _contents(self, texts: list[str]) -> list[Content]:
         """[n] int32 content ids per text, without special tokens. One call for all."""
@@ -188,11 +232,11 @@ class TextEncoder:
             return content
         if self._is_empty(text, content, prompt_ids):
             return _empty(f"$.input[{index}]", index)
-        room = self.limit - self._template.n_single
-        cut = self._cut(content, room, plan.request.truncate)
+        n_around = self._template.n_single + len(plan.lead)
+        cut = self._cut(content, self.limit - n_around, plan.request.truncate)
         if cut is None:
-            return self._too_long(index, len(content) + self._template.n_single)
-        ids = self._template.single(cut)
+            return self._too_long(index, len(content) + n_around)
+        ids = self._template.single(np.concatenate((plan.lead, cut)) if len(plan.lead) else cut)
         if len(ids) == 0:
             return _empty(f"$.input[{index}]", index)
         pooled_from = 0
@@ -201,7 +245,11 @@ class TextEncoder:
             kept = min(max(len(prompt_ids) - lost, 0), len(cut))
             pooled_from = len(self._template.prefix) + kept if kept else 0
         return EncodedItem(
-            ids, plan.options, truncated=len(cut) < len(content), pooled_from=pooled_from
+            ids,
+            plan.options,
+            truncated=len(cut) < len(content),
+            pooled_from=pooled_from,
+            extras={} if plan.prompt_name is None else {"prompt_name": plan.prompt_name},
         )
 
     def _is_empty(self, text: str, content: Int32, prompt_ids: Int32 | None) -> bool:
@@ -246,6 +294,8 @@ class TextEncoder:
         self, plan: _Plan, request: RerankRequest, contents: list[Content]
     ) -> EncodedRequest | EmbedstreamError:
         """Query and document as one sequence each; only documents are ever cut."""
+        if plan.pairs is not None:
+            return self._assemble_prompted(plan, plan.pairs, request, contents)
         query, *documents = (contents[place] for place in plan.texts)
         if isinstance(query, EmbedstreamError):
             return query
@@ -264,6 +314,26 @@ class TextEncoder:
             self._pair(plan, index, head, content, room) for index, content in enumerate(documents)
         )
         return EncodedRequest(items)
+
+    def _assemble_prompted(
+        self, plan: _Plan, pairs: PairPlan, request: RerankRequest, contents: list[Content]
+    ) -> EncodedRequest | EmbedstreamError:
+        """As `_assemble_pairs`, in the words that the model was trained on."""
+        assert self.pairs is not None
+        given = [contents[place] for place in plan.texts]
+        documents = [document.text for document in request.documents]
+        built = self.pairs.assemble(pairs, documents, given, request.truncate)
+        if isinstance(built, EmbedstreamError):
+            return built
+        items = tuple(
+            one
+            if isinstance(one, EmbedstreamError)
+            else EncodedItem(
+                one.ids, plan.options, truncated=one.truncated, extras={N_SHARED: one.n_shared}
+            )
+            for one in built
+        )
+        return EncodedRequest(items, prompt=pairs.instruction)
 
     def _pair(
         self, plan: _Plan, index: int, head: tuple[Int32, Int32], content: Content, room: int
@@ -339,10 +409,19 @@ def load_encoder(
     fast = getattr(outer, "backend_tokenizer", None)
     if fast is None:
         raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
+    if spec.family.causal and (note := close_with_end_token(fast, spec.transformer)):
+        spec = dataclasses.replace(spec, notes=(*spec.notes, note))
+    if spec.pairs is not None:
+        spec = dataclasses.replace(spec, pairs=rendered(spec.pairs, outer))
+    if spec.label_head is not None:
+        spec = dataclasses.replace(
+            spec, label_head=spec.label_head.resolved(fast, int(spec.config["vocab_size"]))
+        )
     return TextEncoder(
         spec,
         fast,
         token_types="token_type_ids" in outer.model_input_names
         and int(spec.config.get("type_vocab_size") or 0) > 1,
         empty_input=empty_input,
+        bos=outer.bos_token,
     )
