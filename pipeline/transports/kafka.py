@@ -308,21 +308,23 @@ class KafkaSource:
         ours = {partition for partition in partitions if partition in self._marks}
         if not ours:
             return
+        consumer = self.consumer
         self._draining, self._given_up = ours, 0
         try:
             self._given_up += len(self._hand_off.discard(lambda held: _place(held)[0] in ours))
             self._given_up += self._redelivery.discard(lambda held: _place(held)[0] in ours)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._options.drain_budget_s):
-                    while self._unfinished(ours) and not self._closing.is_set():
+                    while self._unfinished(ours) > 0 and not self._closing.is_set():
                         self._progress.clear()
                         await self._progress.wait()
             unfinished = self._unfinished(ours)
             await self._commit(_COMMIT_TIMEOUT_S)
         finally:
             self._draining = set()
-            self._forget(ours)
-        if unfinished:
+            if self.consumer is consumer:
+                self._forget(ours)
+        if unfinished > 0:
             log.warning("kafka_revoked_in_flight", records=unfinished, partitions=len(ours))
             self._metrics.count("source_dropped_total", unfinished, transport="kafka")
 
@@ -429,8 +431,11 @@ class KafkaSource:
         consumer = self.consumer
         if consumer is not None:
             await self._commit(1.0)
+            if self.consumer is not consumer:
+                return  # the other task was faster
             self.consumer = None
             self._forget(set(self._marks.partitions))
+            self._progress.set()
             await stop_consumer(consumer, self._options.close_timeout_s)
 
 

@@ -79,19 +79,31 @@ class GroupCommands:
 
     async def read_new(self, count: int) -> list[Entry]:
         """Entries that no consumer has had; waits up to `block_ms`."""
-        block = self._options.block_ms
-        return await self._read(">", "COUNT", count, "BLOCK", block)
-
-    async def read_pending(self, after: str, count: int) -> list[Entry]:
-        """Our own pending entries with an id above `after`; raises their delivery counts."""
-        return await self._read(after, "COUNT", count)
-
-    async def _read(self, start: str, *arguments: Any) -> list[Entry]:
         reply = await self._client.execute_command(
-            "XREADGROUP", "GROUP", self._group, self._consumer, *arguments,
-            "STREAMS", self._stream, start,
+            "XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", count,
+            "BLOCK", self._options.block_ms, "STREAMS", self._stream, ">",
         )  # fmt: skip
         return parse_read(reply)
+
+    async def own_pending(self, after: str, count: int) -> list[str]:
+        """Ids above `after` that are pending for us. Unlike XREADGROUP it counts no delivery."""
+        rows = await self._client.execute_command(
+            "XPENDING", self._stream, self._group, f"({after}", "+", count, self._consumer
+        )
+        return [row[0].decode() for row in rows]
+
+    async def fetch(self, entries: list[str]) -> tuple[list[Entry], dict[str, int]]:
+        """Pending entries of ours that never reached us, and their delivery counts (raised by one).
+
+        One that was deleted from the stream has no fields.
+        """
+        reply = await self._client.execute_command(
+            "XCLAIM", self._stream, self._group, self._consumer, 0, *entries
+        )
+        found = {entry.id: entry for raw in reply if raw for entry in [parse_entry(raw)]}
+        counts = await self.delivery_counts(entries)
+        counts = {entry: counts.get(entry, 1) for entry in entries}
+        return [found.get(entry, Entry(entry, None)) for entry in entries], counts
 
     async def settle(self, entries: list[str]) -> None:
         """XACK and XDEL in one transaction: acknowledged entries do not pile up."""

@@ -80,7 +80,8 @@ class RedisSource:
             options.release_backoff_ms / 1000, options.release_backoff_max_ms / 1000
         )
         self._leases = Leases(options.claim_idle_ms / 1000)
-        self._held: dict[str, HeldDelivery] = {}
+        self._epoch = 0  # grows when the stream vanished: its ids may then be given again
+        self._held: dict[tuple[int, str], HeldDelivery] = {}
         self._held_bytes = 0
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
@@ -126,7 +127,7 @@ class RedisSource:
 
     def stop_intake(self) -> None:
         for delivery in [*self._hand_off.close(), *self._redelivery.clear()]:
-            self._let_go(_id(delivery))  # the lease is given away in `aclose`, or runs out
+            self._let_go(delivery)  # the lease is given away in `aclose`, or runs out
         self._wake.set()
 
     async def flush(self, deadline: Deadline) -> None:
@@ -171,28 +172,32 @@ class RedisSource:
     # --- outcomes -------------------------------------------------------------------------------
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        entry = _id(delivery)
-        self._let_go(entry)
-        # Even when the lease was lost: the reply is out, nobody needs to do it again.
-        self._settled[entry] = None
+        self._let_go(delivery)
+        if delivery.epoch == self._epoch:
+            # Even when the lease was lost: the reply is out, nobody needs to do it again.
+            self._settled[_id(delivery)] = None
         self._tick.set()
         self._wake.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        if _id(delivery) not in self._held:
+        if _key(delivery) not in self._held:
             return
         self._metrics.count("source_released_total", transport="redis")
         if self._hand_off.closed:
-            self._let_go(_id(delivery))
+            self._let_go(delivery)
         else:
             self._redelivery.add(delivery, self._clock.monotonic())
         self._tick.set()
 
-    def _let_go(self, entry: str) -> None:
-        self._leases.drop(entry)
-        delivery = self._held.pop(entry, None)
-        if delivery is not None:
+    def _let_go(self, delivery: HeldDelivery) -> None:
+        if delivery.epoch == self._epoch:
+            self._leases.drop(_id(delivery))
+        if self._held.pop(_key(delivery), None) is not None:
             self._held_bytes -= delivery.size_bytes
+
+    def _knows(self, entry: str) -> bool:
+        """In our hands, or settled and about to be acknowledged."""
+        return (self._epoch, entry) in self._held or entry in self._settled
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -202,8 +207,8 @@ class RedisSource:
             try:
                 await self._read_once()
             except _TROUBLE as error:
-                if isinstance(error, RedisError) and is_nogroup(error):
-                    await self._repair_group()
+                gone = isinstance(error, RedisError) and is_nogroup(error)
+                if gone and await self._repair_group():
                     continue
                 # An answer may have been lost on the way: its entries are ours and not in our hands.
                 self._replay_from = "0"
@@ -246,14 +251,14 @@ class RedisSource:
     async def _replay(self, room: int) -> None:
         """Entries that are pending for us and not in our hands, oldest first, a page at a time."""
         assert self._replay_from is not None
-        page = await self._reads.read_pending(self._replay_from, room)
+        page = await self._commands.own_pending(self._replay_from, room)
         if not page:
             self._replay_from = None
             return
-        self._replay_from = page[-1].id
-        lost = [e for e in page if e.id not in self._held and e.id not in self._settled]
-        counts = await self._commands.delivery_counts([entry.id for entry in lost])
-        self._take_over(lost, counts)
+        self._replay_from = page[-1]
+        lost = [entry for entry in page if not self._knows(entry)]
+        if lost:
+            self._take_over(*await self._commands.fetch(lost))
 
     def _room(self) -> int:
         if self._hand_off.paused or self._hand_off.closed:
@@ -266,7 +271,7 @@ class RedisSource:
     def _take_over(self, entries: list[Entry], counts: dict[str, int]) -> None:
         """Hand out pending entries; those deleted from the stream only need their XACK."""
         for entry in entries:
-            if entry.fields is None:
+            if entry.fields is None and entry.id in counts:
                 self._settled[entry.id] = None
                 self._tick.set()
         fresh = [e for e in entries if e.fields is not None and e.id in counts]
@@ -278,7 +283,7 @@ class RedisSource:
         now = self._clock.monotonic()
         deliveries = []
         for entry, attempt in entries:
-            if entry.id in self._held:
+            if self._knows(entry.id):
                 continue  # the other loop took it over while we waited for its count
             fields = dict(entry.fields or {})
             body = fields.pop(names.REDIS_DATA_FIELD, b"")
@@ -292,8 +297,9 @@ class RedisSource:
                 received_at=now,
                 origin={"transport": "redis", "stream": self._options.stream, "id": entry.id},
                 attempt=attempt,
+                epoch=self._epoch,
             )
-            self._held[entry.id] = delivery
+            self._held[_key(delivery)] = delivery
             self._held_bytes += delivery.size_bytes
             deliveries.append(delivery)
         self._leases.hold([_id(delivery) for delivery in deliveries], now)
@@ -301,19 +307,24 @@ class RedisSource:
         self._hand_off.put(deliveries)
         if self._hand_off.closed:  # they came while intake was being stopped
             for delivery in deliveries:
-                self._let_go(_id(delivery))
+                self._let_go(delivery)
 
-    async def _repair_group(self) -> None:
+    async def _repair_group(self) -> bool:
         """Make stream and group again. From `0`: what was added since must not be skipped."""
         try:
             made = await create_group(self._client, self._options, "0")
         except _TROUBLE as error:
             self._report_fault(error)
-            return
+            return False
         self._replay_from = "0"
         if made:
+            # What we hold is still answered, but there is nothing left to acknowledge for it.
+            self._epoch += 1
+            self._settled.clear()
+            self._leases.clear()
             log.warning("redis_group_recreated", stream=self._options.stream)
             self._metrics.count("source_group_recreated_total", transport="redis")
+        return True
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -370,14 +381,15 @@ class RedisSource:
 
     async def _redeliver(self) -> None:
         released = self._redelivery.pop_due(self._clock.monotonic())
-        again = [d.again(self._clock.monotonic()) for d in released if _id(d) in self._held]
+        again = [d.again(self._clock.monotonic()) for d in released if _key(d) in self._held]
         if not again:
             return
         for delivery in again:
-            self._held[_id(delivery)] = delivery
+            self._held[_key(delivery)] = delivery
         self._hand_off.put(again)
         # Kept on the server too, so that attempts survive our death.
-        await self._commands.set_counts({_id(d): d.attempt for d in again})
+        current = {_id(d): d.attempt for d in again if d.epoch == self._epoch}
+        await self._commands.set_counts(current)
 
     async def _renew(self) -> None:
         now = self._clock.monotonic()
@@ -402,7 +414,7 @@ class RedisSource:
         if not room:
             return
         self._claim_cursor, entries = await self._commands.claim_idle(self._claim_cursor, room)
-        lost = [e for e in entries if e.id not in self._held and e.id not in self._settled]
+        lost = [entry for entry in entries if not self._knows(entry.id)]
         if not lost:
             return
         counts = await self._commands.delivery_counts([entry.id for entry in lost])
@@ -416,6 +428,10 @@ class RedisSource:
         self._metrics.gauge("source_group_consumers", left, transport="redis")
         if removed:
             log.info("redis_consumers_removed", removed=removed, left=left)
+
+
+def _key(delivery: HeldDelivery) -> tuple[int, str]:
+    return delivery.epoch, _id(delivery)
 
 
 def _id(delivery: HeldDelivery) -> str:

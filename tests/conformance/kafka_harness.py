@@ -62,8 +62,8 @@ class KafkaHarness:
 
     async def create_topic(self, topic: str, partitions: int, **configs: str) -> None:
         admin = AIOKafkaAdminClient(bootstrap_servers=self.server.address)
-        await admin.start()
         try:
+            await admin.start()
             answer = await admin.create_topics(
                 [NewTopic(topic, partitions, 1, topic_configs=configs)]
             )
@@ -107,9 +107,9 @@ class KafkaHarness:
             fetch_max_wait_ms=10,
             max_partition_fetch_bytes=32 << 20,
         )
-        await consumer.start()
         found: list[bytes] = []
         try:
+            await consumer.start()
             while not done(found):
                 for records in (await consumer.getmany(timeout_ms=200)).values():
                     found += [record.value for record in records]
@@ -123,9 +123,9 @@ class KafkaHarness:
         consumer = AIOKafkaConsumer(
             bootstrap_servers=self.server.address, group_id=self.group, enable_auto_commit=False
         )
-        await consumer.start()
-        consumer.assign(partitions)
         try:
+            await consumer.start()
+            consumer.assign(partitions)
             found = {p.partition: await consumer.committed(p) for p in partitions}
             return {p: offset for p, offset in found.items() if offset is not None}
         finally:
@@ -135,8 +135,8 @@ class KafkaHarness:
         committed = await self.committed()
         left = 0
         consumer = AIOKafkaConsumer(bootstrap_servers=self.server.address, fetch_max_wait_ms=10)
-        await consumer.start()
         try:
+            await consumer.start()
             for partition in range(self.partitions):
                 place = TopicPartition(self.topic, partition)
                 left += (await consumer.end_offsets([place]))[place] - committed.get(partition, 0)
