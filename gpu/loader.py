@@ -16,6 +16,7 @@ from typing import Any, Literal
 from .artifacts import ModelSpec, load_spec, resolve_folder
 from .batch import Runner
 from .faults import ModelLoadError
+from .static_spec import STATIC_TYPES
 
 # transformers changes process-wide state while it loads (torch's default dtype among it).
 _LOADING = threading.Lock()
@@ -30,7 +31,10 @@ class ModelSettings:
     max_tokens: per item, overrides the folder. dtype: "auto", "float32", "bfloat16", "float16".
     device: "auto", "cpu", "cuda:0". attention, batch_invariant: see `gpu.attention.backends_for`.
     matryoshka_dimensions, pooling, default_prompt_name: override what the folder says; prompts are
-    added to the folder's, and override those of the same name.
+    added to the folder's, and override those of the same name. speed: see `gpu.speed`.
+    rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
+    `gpu.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
+    causal: whether a decoder attends to earlier tokens only, where the folder does not say.
     "auto", None and an empty list or map all mean: as the folder says.
     """
 
@@ -51,6 +55,11 @@ class ModelSettings:
     prompts: Mapping[str, str] | None = None
     default_prompt_name: str | None = None
     prepack: bool = True
+    speed: str = "off"
+    rerank_template: str | None = None
+    label_tokens: tuple[str, ...] | None = None
+    multi_item: bool = False
+    causal: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         budget = self.max_batch_tokens
@@ -61,6 +70,8 @@ class ModelSettings:
             raise ModelLoadError(f'max_tokens = {limit!r} is not "auto" or 1 and more')
         if self.empty_input not in ("error", "embed"):
             raise ModelLoadError(f'empty_input = {self.empty_input!r} is not "error" or "embed"')
+        if self.speed not in ("off", "bf16", "int8"):
+            raise ModelLoadError(f'speed = {self.speed!r} is not "off" or "bf16"')
 
     def spec(self) -> ModelSpec:
         """What the folder says, with the overrides; cheap, and without torch."""
@@ -71,6 +82,10 @@ class ModelSettings:
             matryoshka_dimensions=self.matryoshka_dimensions or None,
             prompts=self.prompts,
             default_prompt_name=self.default_prompt_name,
+            rerank_template=None if self.rerank_template == "auto" else self.rerank_template,
+            label_tokens=tuple(self.label_tokens or ()) or None,
+            causal=None if self.causal == "auto" else self.causal,
+            trust_remote_code=self.trust_remote_code,
         )
 
 
@@ -96,6 +111,8 @@ class RunnerFactory:
         self._enter("reading folder")
         spec = self.settings.spec()
         self._enter("importing")
+        if spec.model_type in STATIC_TYPES:
+            return self._static(spec)
         from .model_runner import ModelRunner, RunnerSettings
         from .tokenizer import load_encoder
 
@@ -107,7 +124,7 @@ class RunnerFactory:
         )
         budget = self.settings.max_batch_tokens
         runner = ModelRunner(
-            spec,
+            encoder.spec,  # with what only the tokenizer could tell: label ids, the pair prompt
             RunnerSettings(
                 name=self.name,
                 device=self.settings.device,
@@ -116,11 +133,32 @@ class RunnerFactory:
                 allow_pickle=self.settings.allow_pickle,
                 trust_remote_code=self.settings.trust_remote_code,
                 prepack=self.settings.prepack,
+                speed=self.settings.speed,
                 attention=self.settings.attention,
                 batch_invariant=self.settings.batch_invariant,
+                multi_item=self.settings.multi_item,
             ),
             encoder,
             on_phase=self._enter,
+        )
+        self._enter("ready")
+        return runner
+
+    def _static(self, spec: ModelSpec) -> Runner:
+        """A table of token vectors instead of a transformer."""
+        from .static_runner import StaticRunner, load_static_encoder
+
+        self._enter("loading tokenizer")
+        encoder = load_static_encoder(spec, empty_input=self.settings.empty_input)
+        self._enter("loading weights")
+        budget = self.settings.max_batch_tokens
+        runner = StaticRunner(
+            spec,
+            encoder,
+            name=self.name,
+            device=self.settings.device,
+            dtype=self.settings.dtype,
+            max_batch_tokens=None if budget == "auto" else budget,
         )
         self._enter("ready")
         return runner

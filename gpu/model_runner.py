@@ -8,12 +8,12 @@ index out of range; a forward keeps no state.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from schemas.errors import (
     EmbedstreamError,
@@ -24,25 +24,41 @@ from schemas.errors import (
     Unsupported,
 )
 
+from . import speed
 from .artifacts import ModelSpec
-from .attention import NAME, AttentionBackend, backends_for, register
-from .batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
+from .attention import AttentionBackend, backends_for
+from .batch import (
+    EncodedItem,
+    Encoder,
+    ItemOptions,
+    ItemOutcome,
+    ItemResult,
+    ModelInfo,
+    PackedBatch,
+    pack,
+)
 from .faults import ModelLoadError, as_runner_error
-from .forward import Forward, PackedForward, PaddedForward
+from .forward import Forward, PackedForward
+from .forward_choice import pick_forward, pick_sharing
 from .heads import HeadFn, activate, build_head
+from .label_rows import label_head_of
 from .linears import LinearReport, prepack
 from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from .outputs import Outputs
 from .pages import FilePages, own_memory
-from .pooler import DenseStack, Segments, finish, pool
+from .pooler import Segments, segments_of
 from .selfcheck import (
     Finding,
-    check_forward,
     check_head,
+    check_tokens,
     crosses_window,
     probes,
     reference_logits,
     reference_states,
+    reference_tokens,
 )
+from .shared_prefix import SharedPrefixForward
+from .sparse import mlm_head
 
 CPU_BATCH_TOKENS = 512  # the GEMM rate is flat from 32 rows up, and answers stay quick
 CUDA_BATCH_TOKENS = 16384
@@ -55,6 +71,7 @@ class RunnerSettings:
     max_batch_tokens: tokens a pack may hold; None: 512 on the CPU, 16384 on CUDA.
     prepack: replace linears by oneDNN ones on the CPU.
     attention, batch_invariant: see `gpu.attention.backends_for`.
+    multi_item: documents of one query share its computation where the model can.
     """
 
     name: str
@@ -64,8 +81,10 @@ class RunnerSettings:
     allow_pickle: bool = False
     trust_remote_code: bool = False
     prepack: bool = True
+    speed: str = "off"  # see gpu.speed
     attention: str = "auto"
     batch_invariant: bool = False
+    multi_item: bool = False
 
 
 @dataclass(slots=True)
@@ -78,6 +97,7 @@ class _Checked:
     linears: LinearReport
     notes: tuple[str, ...]
     head: HeadFn | None
+    sharing: SharedPrefixForward | None = None
 
 
 def _silent(phase: str) -> None:
@@ -102,23 +122,30 @@ class ModelRunner:
         self.spec, self.settings, self.encoder = spec, settings, encoder
         self.device = pick_device(settings.device)
         self.dtype = pick_dtype(settings.dtype, self.device)
+        speed.check_possible(
+            settings.speed, device=self.device, dtype=self.dtype, prepack=settings.prepack
+        )
         self._backends = self._attention()
         on_phase("loading weights")
         checked = self._load_checked(on_phase)
         self._forward, self._head = checked.forward, checked.head
+        self._sharing = checked.sharing
         self._vocab_size = int(checked.loaded.config.vocab_size)
-        self._dense = DenseStack(spec.dense, allow_pickle=settings.allow_pickle)
-        if self.device.type == "cpu" and settings.prepack:
-            self._dense.prepack()
-        self._dense.to(self.device)
+        self._outputs = Outputs(
+            spec,
+            checked.loaded.model,
+            device=self.device,
+            allow_pickle=settings.allow_pickle,
+            prepack=self.device.type == "cpu" and settings.prepack,
+        )
         self.info = self._describe(checked)
         on_phase("warming up")
         self._warm_up()
 
     def close(self) -> None:
         """Drop weights and device memory. The runner is of no use afterwards."""
-        self._head = None
-        del self._forward, self._dense
+        self._head = self._sharing = None
+        del self._forward, self._outputs
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -149,6 +176,8 @@ class ModelRunner:
         for row, item in enumerate(batch.items):
             if item.options.task not in self.spec.tasks:
                 refused[row] = Unsupported(f"this model cannot {item.options.task}")
+            elif self._head is None and not set(item.options.outputs) <= set(self.spec.outputs):
+                refused[row] = Unsupported(f"this model gives {', '.join(self.spec.outputs)}")
             elif item.n_tokens == 0:
                 refused[row] = EmptyInput("the item holds no token to embed")
             elif item.n_tokens > self.spec.max_tokens:
@@ -168,28 +197,12 @@ class ModelRunner:
         return bool(item.input_ids.min() < 0 or item.input_ids.max() >= self._vocab_size)
 
     def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
-        hidden = self._forward(batch)
-        segments = _segments(batch)
+        shared = None if self._sharing is None else self._sharing.states(batch)
+        hidden, segments = shared or (self._forward(batch), self._segments(batch))
         if self._head is not None:
             return self._scores(batch, self._head(hidden, segments).float())
-        assert self.spec.pooling is not None
-        vectors = self._dense(pool(hidden, segments, self.spec.pooling))
-        native = vectors.shape[1]
-        sizes = [
-            None if item.options.dimensions in (None, native) else item.options.dimensions
-            for item in batch.items
-        ]
-        units = [
-            self.spec.normalize if item.options.normalize is None else item.options.normalize
-            for item in batch.items
-        ]
-        outcomes: list[ItemOutcome | None] = [None] * batch.n_items
-        for rows, part in finish(vectors, sizes, units):
-            values = part.cpu().numpy()
-            for row, value, good in zip(rows, values, np.isfinite(values).all(axis=1), strict=True):
-                outcomes[row] = ItemResult(dense=value) if good else _non_finite()
-        assert all(outcome is not None for outcome in outcomes)
-        return outcomes  # type: ignore[return-value]
+        outcomes: list[ItemOutcome] = self._outputs(batch, hidden, segments)
+        return outcomes
 
     def _scores(self, batch: PackedBatch, logits: torch.Tensor) -> list[ItemOutcome]:
         """logits: [n_items, n_labels] float32; the activation that the folder names, applied once."""
@@ -211,6 +224,9 @@ class ModelRunner:
                 name = self.spec.score_activation
             outcomes.append(ItemResult(scores=by_activation[name][row]))
         return outcomes
+
+    def _segments(self, batch: PackedBatch) -> Segments:
+        return segments_of(batch, self.spec.skipped_pad)
 
     def _attention(self) -> tuple[AttentionBackend, ...]:
         try:
@@ -257,59 +273,47 @@ class ModelRunner:
             config, max_tokens=spec.max_tokens, vocab_size=int(config.vocab_size), reserved=pad
         )
         native = "sdpa" if getattr(loaded.base, "_supports_sdpa", False) else "eager"
-        loaded.model.set_attn_implementation(native)  # type: ignore[operator]
+        if hasattr(loaded.model, "set_attn_implementation"):
+            loaded.model.set_attn_implementation(native)  # type: ignore[operator]
         reference = reference_states(loaded.base, batch, self.device)
         logits = reference_logits(loaded.model, batch, self.device) if spec.head else None
+        tokens = reference_tokens(loaded.model, batch, self.device) if spec.has_mlm_head else None
+        exact = reference
+        half: set[nn.Module] = set()
+        if prepacked and self.settings.speed == "bf16":
+            half = speed.half_parents(loaded.model, loaded.base)
+            reference, logits, tokens = speed.rounded(reference, logits, tokens)
         pages = FilePages()
-        linears = prepack(loaded.model, pages.release) if prepacked else LinearReport()
+        linears = (
+            prepack(loaded.model, pages.release, half_parents=half) if prepacked else LinearReport()
+        )
         own_memory(loaded.model, pages)
         notes = [*spec.notes, *loaded.notes]
-        forward, finding = self._pick_forward(loaded, batch, reference, native, notes)
+        forward, finding = pick_forward(
+            loaded, spec, batch, reference,
+            native=native, device=self.device, backends=self._backends, notes=notes,
+        )  # fmt: skip
         head = build_head(loaded.model, loaded.base, spec.family, config) if spec.head else None
+        if spec.label_head is not None:
+            head = label_head_of(spec, config, self.device)
         if finding.reason is None and head is not None and logits is not None:
             with torch.inference_mode():
-                found = check_head(head(forward(batch), _segments(batch)), logits)
+                found = check_head(head(forward(batch), self._segments(batch)), logits)
             if found.reason is not None:
                 finding = Finding(f"the classification head is wrong: {found.reason}")
+        if finding.reason is None and tokens is not None and spec.family.mlm is not None:
+            finding = check_tokens(
+                mlm_head(loaded.model, spec.family.mlm), forward, tokens, finding
+            )
+        if linears.half and finding.reason is None:
+            with torch.inference_mode():
+                notes.append(speed.cosine_note(forward(batch), exact))
         if not crosses_window(config, batch):
             notes.append(f"the self-check was {batch.max_seqlen} tokens long and crossed no window")
-        return _Checked(loaded, forward, finding, linears, tuple(notes), head)
-
-    def _pick_forward(
-        self,
-        loaded: LoadedModel,
-        batch: PackedBatch,
-        reference: torch.Tensor,
-        native: str,
-        notes: list[str],
-    ) -> tuple[Forward, Finding]:
-        spec = self.spec
-        token_types = int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1
-        reason = spec.family.padded_because
-        if reason is None:
-            register()
-            loaded.model.set_attn_implementation(NAME)  # type: ignore[operator]
-            packed = PackedForward(
-                loaded.base,
-                device=self.device,
-                position_offset=spec.position_offset,
-                token_types=token_types,
-                backends=self._backends,
-            )
-            finding = check_forward(packed, batch, reference, int(loaded.config.num_hidden_layers))
-            if finding.reason is None:
-                return packed, finding
-            reason = finding.reason
-        loaded.model.set_attn_implementation(native)  # type: ignore[operator]
-        padded = PaddedForward(
-            loaded.base,
-            device=self.device,
-            pad_token_id=int(getattr(loaded.config, "pad_token_id", None) or 0),
-            max_tokens=spec.max_tokens,
-            token_types=token_types,
-        )
-        notes.append(f"runs padded, not packed: {reason}")
-        return padded, check_forward(padded, batch, reference, 0)
+        sharing = None
+        if self.settings.multi_item and head is not None and finding.reason is None:
+            sharing = pick_sharing(forward, spec, batch, int(config.vocab_size), notes)
+        return _Checked(loaded, forward, finding, linears, tuple(notes), head, sharing)
 
     def _describe(self, checked: _Checked) -> ModelInfo:
         spec, linears, notes = self.spec, checked.linears, list(checked.notes)
@@ -326,7 +330,7 @@ class ModelRunner:
             name=self.settings.name,
             fingerprint=spec.fingerprint,
             architecture=spec.architecture or type(checked.loaded.model).__name__,
-            dtype=names[self.dtype],
+            dtype="bfloat16" if linears.half else names[self.dtype],
             device=str(self.device),
             tasks=spec.tasks,
             max_tokens=spec.max_tokens,
@@ -335,7 +339,11 @@ class ModelRunner:
             allowed_dimensions=spec.allowed_dimensions,
             pooling=spec.pooling,
             normalized=spec.normalize,
-            outputs=frozenset({"dense"}) if not spec.head else frozenset(),
+            outputs=frozenset(spec.outputs),
+            default_outputs=spec.outputs[:1],
+            multivector_dimensions=None
+            if spec.multivector is None
+            else spec.multivector.dimensions,
             labels=spec.labels,
             prompts=tuple(sorted(spec.prompts)),
             default_prompt_name=spec.default_prompt_name,
@@ -350,7 +358,7 @@ class ModelRunner:
         budget, longest = self.info.max_batch_tokens, self.spec.max_tokens
         lengths = [longest] * (budget // longest) + ([budget % longest] if budget % longest else [])
         task = next(iter(sorted(self.spec.tasks)))
-        options = dataclasses.replace(EncodedItem(np.zeros(0, np.int32)).options, task=task)
+        options = ItemOptions(task=task, outputs=self.spec.outputs)
         items = [EncodedItem(np.ones(n, np.int32), options=options) for n in lengths]
         try:
             outcomes = self.forward(pack(items))
@@ -368,15 +376,6 @@ class ModelRunner:
 
 def _non_finite() -> NonFinite:
     return NonFinite("the model gave NaN or infinity for this item")
-
-
-def _segments(batch: PackedBatch) -> Segments:
-    bounds = [int(n) for n in batch.cu_seqlens]
-    return Segments(
-        starts=tuple(bounds[:-1]),
-        ends=tuple(bounds[1:]),
-        pooled_from=tuple(item.pooled_from for item in batch.items),
-    )
 
 
 def init_executor_thread() -> None:
