@@ -18,7 +18,7 @@ from .batch import PackedBatch
 from .decoders import length_dependent
 from .forward import Forward, PackedForward, PaddedForward
 from .loading import LoadedModel
-from .rope import RopePackedForward, RopePaddedForward, make_stateless
+from .rope import RopePackedForward, RopePaddedForward
 from .selfcheck import Finding, check_forward, compare
 from .shared_prefix import SharedPrefixForward, probe_pack
 
@@ -38,9 +38,7 @@ def pick_forward(
 
     native: transformers' own attention implementation for the padded one.
     """
-    switch = length_dependent(spec.config)
-    if switch is not None:
-        make_stateless(loaded.base)
+    switch = length_dependent(loaded.config.to_dict())
     token_types = int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1
     reason = spec.family.padded_because
     if reason is None and not hasattr(loaded.model, "set_attn_implementation"):
