@@ -208,11 +208,12 @@ class Redelivery:
             due.append(heapq.heappop(self._waiting)[2])
         return due
 
-    def discard(self, unwanted: Callable[[HeldDelivery], bool]) -> int:
-        kept = [entry for entry in self._waiting if not unwanted(entry[2])]
-        gone = len(self._waiting) - len(kept)
-        heapq.heapify(kept)
-        self._waiting = kept
+    def discard(self, unwanted: Callable[[HeldDelivery], bool]) -> list[HeldDelivery]:
+        """Take out what must not come again (a revoked partition)."""
+        gone = [entry[2] for entry in self._waiting if unwanted(entry[2])]
+        if gone:
+            self._waiting = [entry for entry in self._waiting if not unwanted(entry[2])]
+            heapq.heapify(self._waiting)
         return gone
 
     def clear(self) -> list[HeldDelivery]:

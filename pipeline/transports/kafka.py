@@ -85,7 +85,7 @@ class KafkaSource:
         self._fetch_bytes = options.max_partition_fetch_bytes
         self._committing = asyncio.Lock()
         self._draining: set[TopicPartition] = set()
-        self._given_up = 0  # records of draining partitions that will not settle here
+        self._lost: dict[TopicPartition, int] = {}  # records in flight that will not settle here
         self._wake = asyncio.Event()  # room, pause, assignment: the poll loop looks again
         self._tick = asyncio.Event()  # a release: housekeeping looks again
         self._progress = asyncio.Event()  # a settle or release: a drain looks again
@@ -139,8 +139,7 @@ class KafkaSource:
         self._wake.set()
 
     def stop_intake(self) -> None:
-        self._hand_off.close()
-        self._redelivery.clear()
+        self._lose([*self._hand_off.close(), *self._redelivery.clear()])
         self._wake.set()
 
     async def flush(self, deadline: Deadline) -> None:
@@ -173,6 +172,7 @@ class KafkaSource:
             detail = "no partition assigned yet"
         buffered = len(self._hand_off)
         in_flight = self._marks.in_flight() - buffered - len(self._redelivery)
+        in_flight -= sum(self._lost.values())
         return SourceStatus(
             self._alive and not self._fault, detail, in_flight=max(0, in_flight), buffered=buffered
         )
@@ -191,9 +191,9 @@ class KafkaSource:
         if not self._marks.holds(partition, delivery.epoch, offset):
             return
         self._metrics.count("source_released_total", transport="kafka")
-        if partition in self._draining:
-            self._given_up += 1
-        elif not self._hand_off.closed:
+        if partition in self._draining or self._hand_off.closed:
+            self._lose([delivery])
+        else:
             self._redelivery.add(delivery, self._clock.monotonic())
         self._tick.set()
         self._progress.set()
@@ -309,10 +309,10 @@ class KafkaSource:
         if not ours:
             return
         consumer = self.consumer
-        self._draining, self._given_up = ours, 0
+        self._draining = ours
         try:
-            self._given_up += len(self._hand_off.discard(lambda held: _place(held)[0] in ours))
-            self._given_up += self._redelivery.discard(lambda held: _place(held)[0] in ours)
+            self._lose(self._hand_off.discard(lambda held: _place(held)[0] in ours))
+            self._lose(self._redelivery.discard(lambda held: _place(held)[0] in ours))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._options.drain_budget_s):
                     while self._unfinished(ours) > 0 and not self._closing.is_set():
@@ -330,7 +330,15 @@ class KafkaSource:
 
     def _unfinished(self, partitions: set[TopicPartition]) -> int:
         """Records received and not settled, of partitions that are being revoked."""
-        return self._marks.in_flight(partitions) - self._given_up
+        lost = sum(self._lost.get(partition, 0) for partition in partitions)
+        return self._marks.in_flight(partitions) - lost
+
+    def _lose(self, deliveries: Iterable[HeldDelivery]) -> None:
+        """They stay unsettled: whoever has the partition next gets them."""
+        for delivery in deliveries:
+            partition, offset = _place(delivery)
+            if self._marks.holds(partition, delivery.epoch, offset):
+                self._lost[partition] = self._lost.get(partition, 0) + 1
 
     def _forget(self, partitions: set[TopicPartition]) -> None:
         self._hand_off.discard(lambda held: _place(held)[0] in partitions)
@@ -338,6 +346,7 @@ class KafkaSource:
         self._marks.revoke(partitions)
         for partition in partitions:
             self._bytes.pop(partition, None)
+            self._lost.pop(partition, None)
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -397,7 +406,7 @@ class KafkaSource:
         alive = consumer is not None and await broker_answers(consumer)
         if alive != self._alive:
             log.warning("kafka_connection", connected=alive, bootstrap=self._options.bootstrap)
-            self._metrics.gauge("source_connected", float(alive), transport="kafka")
+        self._metrics.gauge("source_connected", float(alive), transport="kafka")
         self._alive = alive
         self._report()
         idle_s = now - self._last_record_at

@@ -100,6 +100,7 @@ class RedisSource:
         if self.facts is None:
             self.facts = await survey(self._client, self._options)
             self._fault = ""
+            self._metrics.gauge("source_connected", 1.0, transport="redis")
 
     async def run(self) -> None:
         self._run_ended.clear()
@@ -221,6 +222,7 @@ class RedisSource:
                 backoff_s = _RETRY_FIRST_S
                 if self._fault:
                     log.info("redis_connection", connected=True, address=self._options.address)
+                    self._metrics.gauge("source_connected", 1.0, transport="redis")
                     self._fault = ""
 
     def _report_fault(self, error: BaseException) -> None:
@@ -232,6 +234,7 @@ class RedisSource:
                 error=type(error).__name__,
             )
             self._metrics.count("source_reconnects_total", transport="redis")
+            self._metrics.gauge("source_connected", 0.0, transport="redis")
         self._fault = f"Redis at {self._options.address}: {type(error).__name__}"
 
     async def _read_once(self) -> None:

@@ -130,13 +130,20 @@ async def test_work_longer_than_the_poll_interval_is_done_once(harness: KafkaHar
 
 async def test_draining_member_does_not_block_the_group(harness: KafkaHarness) -> None:
     """G03: a member that has stopped intake and still holds work keeps polling; others join."""
-    await harness.produce(b"held", partition=0)
-    async with running(harness.options(drain_budget_s=0.3)) as first:
-        await collect(first.source, 1, settle=False)
-        first.source.stop_intake()
-        async with running(harness.options(drain_budget_s=0.3)) as second:
+    for i in range(3):
+        await harness.produce(b"%d" % i, partition=0)
+    async with running(harness.options(drain_budget_s=30, max_receive=2)) as first:
+        settled, released = await collect(first.source, 2, settle=False)
+        first.source.stop_intake()  # one record was fetched and never handed out
+        released.release("stopping")
+        async with running(harness.options(drain_budget_s=30)) as second:
+            async with asyncio.timeout(WAIT_S):
+                while not source_of(first)._draining:
+                    await asyncio.sleep(0.01)
+            settled.settle()  # nothing else can finish here: the budget is not waited for
             await assigned(source_of(second), 1)
             assert first.source.status().connected
+            assert await harness.committed() == {0: 1}
 
 
 async def test_stuck_record_holds_one_partition_only(harness: KafkaHarness) -> None:
