@@ -16,6 +16,9 @@ HeadRecipe: TypeAlias = Literal[
     "classifier_on_first",  # classifier(first token as a sequence of one)
     "distilbert",  # classifier(relu(pre_classifier(first token)))
     "modernbert",  # classifier(head(first token or mean, as config.classifier_pooling says))
+    "albert",  # classifier(tanh(pooler(first token)))
+    "deberta",  # classifier(pooler(first token)), the pooler beside the base model
+    "eurobert",  # classifier(gelu(dense(first token or mean))), or the mean of that per token
     "score_on_last",  # score(last token)
 ]
 
@@ -26,6 +29,9 @@ MlmRecipe: TypeAlias = Literal[
     "modernbert",  # decoder(head(hidden))
     "electra",  # generator_lm_head(generator_predictions(hidden))
 ]
+
+
+Wrapper: TypeAlias = Literal["t5", "mpnet", "rembert", "deberta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Family:
     causal: attention is causal unless the config says otherwise.
     mlm: recipe of the head of `*ForMaskedLM`, for SPLADE; None: such models are refused.
     padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
+    wrapper: what `gpu.wrappers` changes so that it can; None: nothing has to be.
+    loads_as: transformers class of an embedding model where AutoModel would give another one.
     """
 
     model_type: str
@@ -51,6 +59,8 @@ class Family:
     causal: bool = False
     padded_because: str | None = None
     mlm: MlmRecipe | None = None
+    wrapper: Wrapper | None = None
+    loads_as: str | None = None
 
 
 def _decoder(model_type: str, **changes: Any) -> Family:
@@ -62,6 +72,17 @@ def _decoder(model_type: str, **changes: Any) -> Family:
         "causal": True,
     }
     return Family(model_type, **(row | changes))
+
+
+def _t5(model_type: str) -> Family:
+    """The encoder half of an encoder-decoder: relative biases, no positions, no classifier of its own."""
+    return Family(
+        model_type,
+        learned_positions=False,
+        head=None,
+        wrapper="t5",
+        loads_as=f"{model_type.upper()}EncoderModel",
+    )
 
 
 _ROWS = (
@@ -78,12 +99,20 @@ _ROWS = (
     _decoder("llama"),
     _decoder("mistral"),
     _decoder("gemma3_text", default_pooling=None),
-    Family(
-        "mpnet",
-        position_offset="pad_token",
-        mlm="lm_head",
-        padded_because="its attention carries a relative bias and bypasses the attention interface",
-    ),
+    _decoder("gemma"),
+    _decoder("gemma2"),
+    _decoder("phi3"),
+    _decoder("internlm2"),  # its classes come with the folder
+    Family("mpnet", position_offset="pad_token", mlm="lm_head", wrapper="mpnet"),
+    Family("albert", head="albert"),
+    Family("gte", learned_positions=False, head="pooler_classifier"),
+    Family("jina_embeddings_v3", learned_positions=False),
+    Family("eurobert", learned_positions=False, head="eurobert"),
+    Family("deberta-v2", head="deberta", wrapper="deberta"),
+    Family("rembert", head="pooler_classifier", wrapper="rembert"),
+    _t5("t5"),
+    _t5("mt5"),
+    _t5("umt5"),
 )
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}

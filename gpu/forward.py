@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .attention import AttentionBackend, PackedContext, packed_context
+from .attention import AttentionBackend, MultiItem, PackedContext, packed_context
 from .batch import PackedBatch, pack
 
 PAD_TO = 16  # padded lengths are multiples of this
@@ -47,6 +47,8 @@ class PackedForward:
         self.token_types = token_types
         self.backends = tuple(backends)
         self._fixed = fixed_arguments(base)
+        # T5 has none: distances between tokens are all it knows.
+        self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         if batch.n_tokens == 1:
@@ -55,15 +57,18 @@ class PackedForward:
             return self.run(pack([*batch.items, *batch.items]))[0][:1]
         return self.run(batch)[0]
 
-    def run(self, batch: PackedBatch) -> tuple[torch.Tensor, PackedContext]:
+    def run(
+        self, batch: PackedBatch, multi_item: MultiItem | None = None
+    ) -> tuple[torch.Tensor, PackedContext]:
         """Hidden states, and what the attention function saw (for the self-check)."""
         inputs: dict[str, torch.Tensor] = {
             "input_ids": self._row(batch.input_ids),
-            "position_ids": self._row(batch.positions) + self.position_offset,
         }
+        if self._takes_positions:
+            inputs["position_ids"] = self._row(batch.positions) + self.position_offset
         if self.token_types and batch.token_type_ids is not None:
             inputs["token_type_ids"] = self._row(batch.token_type_ids)
-        with packed_context(batch, self.device, self.backends) as context:
+        with packed_context(batch, self.device, self.backends, multi_item) as context:
             output = self.base(**inputs, attention_mask=None, **self._fixed)
         return output.last_hidden_state[0], context
 
@@ -92,8 +97,7 @@ class PaddedForward:
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         buckets: dict[int, list[int]] = {}
         for row, length in enumerate(batch.seqlens):
-            padded = min(-(-length // PAD_TO) * PAD_TO, self.max_tokens)
-            buckets.setdefault(padded, []).append(row)
+            buckets.setdefault(self.padded_length(length), []).append(row)
         hidden: torch.Tensor | None = None
         for padded, rows in buckets.items():
             states = self._bucket(batch, rows, padded)
@@ -104,6 +108,10 @@ class PaddedForward:
                 hidden[start:end] = states[i, : end - start]
         assert hidden is not None, "an empty batch never gets here"
         return hidden
+
+    def padded_length(self, length: int) -> int:
+        """What an item of `length` tokens is padded to; follows from its own length alone."""
+        return min(-(-length // PAD_TO) * PAD_TO, self.max_tokens)
 
     def _bucket(self, batch: PackedBatch, rows: list[int], length: int) -> torch.Tensor:
         """[len(rows), length, hidden_size]."""

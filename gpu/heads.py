@@ -47,10 +47,36 @@ def build_head(model: nn.Module, base: nn.Module, family: Family, config: Any) -
         m.classifier.float()
         pool = {"cls": first_rows, "mean": mean_rows}[str(config.classifier_pooling)]
         return lambda h, s: m.classifier(m.head(pool(h, s).float()))
+    if family.head == "albert":
+        pooler, b.pooler, b.pooler_activation = b.pooler.float(), None, None
+        m.classifier.float()
+        return lambda h, s: m.classifier(torch.tanh(pooler(first_rows(h, s).float())))
+    if family.head == "deberta":
+        m.pooler.float()
+        m.classifier.float()
+        return lambda h, s: m.classifier(m.pooler(first_rows(h, s).float().unsqueeze(1)))
+    if family.head == "eurobert":
+        return _eurobert(m, str(config.classifier_pooling))
     if family.head == "score_on_last":
-        m.score.float()
-        return lambda h, s: m.score(last_rows(h, s).float())
+        score = m.score if hasattr(m, "score") else m.v_head  # InternLM2 rewards say v_head
+        score.float()
+        return lambda h, s: score(last_rows(h, s).float())
     raise ValueError(f"no head recipe for model type {family.model_type}")
+
+
+def _eurobert(m: Any, pooling: str) -> HeadFn:
+    """Pool, then ``classifier(gelu(dense(x)))``; "late" classifies every token and takes the mean."""
+    m.dense.float()
+    m.classifier.float()
+
+    def per_row(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = m.classifier(m.activation(m.dense(x.float())))
+        return out
+
+    if pooling == "late":
+        return lambda h, s: mean_rows(per_row(h), s)
+    pool = {"bos": first_rows, "mean": mean_rows}[pooling]
+    return lambda h, s: per_row(pool(h, s))
 
 
 def activate(logits: torch.Tensor, activation: str) -> torch.Tensor:

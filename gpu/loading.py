@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from .artifacts import ModelSpec
+from .decoders import is_reward
 from .faults import ModelLoadError
 from .pooler import refused_pickle
+from .rope import make_stateless
+from .wrappers import wrap
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -30,6 +33,7 @@ _PRETRAINING_HEAD = re.compile(
     r"^(cls\.|lm_head\.|head\.|decoder\.|classifier\.|score\.|vocab_(transform|layer_norm|projector)\.|"
     r"generator_|discriminator_|qa_outputs\.)"
 )
+_NEXT_SENTENCE = re.compile(r"^cls\.seq_relationship\.")
 
 
 @dataclass(slots=True)
@@ -78,7 +82,8 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """The model in eval mode on its device. Raises `ModelLoadError`."""
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    import transformers
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     weights = spec.weights
@@ -88,6 +93,12 @@ def load_model(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     auto = AutoModelForSequenceClassification if spec.head else AutoModel
+    if spec.has_mlm_head:
+        auto = AutoModelForMaskedLM
+    if is_reward(spec.architecture):
+        auto = AutoModel  # the folder's own class, whole
+    if spec.family.loads_as is not None:
+        auto = getattr(transformers, spec.family.loads_as)
     try:
         model, report = auto.from_pretrained(
             str(spec.transformer),
@@ -104,11 +115,15 @@ def load_model(
             f"{spec.transformer}: transformers cannot load it: {type(error).__name__}: {first_line}"
         ) from error
     notes = _check_keys(spec, report)
+    if spec.causal is not None:
+        model.config.is_causal = spec.causal
     model.eval().requires_grad_(False)
     model.to(device)
-    base = model.base_model if spec.head else model
+    base = model.base_model if spec.head or spec.has_mlm_head else model
     if not spec.head and getattr(base, "pooler", None) is not None:
         base.pooler = None  # BERT's pooler feeds pre-training heads only; nothing here reads it
+    wrap(base, spec.family)
+    make_stateless(base)
     return LoadedModel(model=model, base=base, config=model.config, notes=notes)
 
 
@@ -120,7 +135,8 @@ def _check_keys(spec: ModelSpec, report: dict[str, Any]) -> tuple[str, ...]:
     dropped: list[str] = []
     if not spec.head:
         missing = [k for k in missing if not _POOLER.search(k)]
-        dropped = [k for k in unexpected if _PRETRAINING_HEAD.search(k) or _POOLER.search(k)]
+        others = _NEXT_SENTENCE if spec.has_mlm_head else _PRETRAINING_HEAD
+        dropped = [k for k in unexpected if others.search(k) or _POOLER.search(k)]
         unexpected = [k for k in unexpected if k not in dropped]
     complaints = [
         f"{what}: {', '.join(keys[:8])}{' ...' if len(keys) > 8 else ''}"
@@ -133,4 +149,6 @@ def _check_keys(spec: ModelSpec, report: dict[str, Any]) -> tuple[str, ...]:
     ]
     if complaints:
         raise ModelLoadError(f"{spec.transformer}: the weights do not fit; {'; '.join(complaints)}")
+    if spec.label_head is not None:
+        dropped = [k for k in dropped if not k.startswith("lm_head.")]  # read row by row instead
     return (f"{len(dropped)} tensors of a pre-training head were left out",) if dropped else ()

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.models_encoders import ENCODERS
+
 HIDDEN, LAYERS, HEADS, INTERMEDIATE = 32, 2, 4, 64
 WORDS = [
     "the",
@@ -190,6 +192,20 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "bytes_end", _DECODER),
     "llama": ("LlamaConfig", "bytes_end", _DECODER),
     "mistral": ("MistralConfig", "bytes_end", {**_DECODER, "sliding_window": 8}),
+    "gemma": ("GemmaConfig", "bytes_end", {**_DECODER, "head_dim": 8}),
+    "gemma2": (
+        "Gemma2Config",
+        "bytes_end",
+        {
+            **_DECODER,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3": ("Phi3Config", "bytes_end", {**_DECODER, "sliding_window": 12}),
     "gemma3_text": (
         "Gemma3TextConfig",
         "bytes_end",
@@ -231,7 +247,11 @@ def write_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config_class, tokenizer_kind, fields = _FAMILIES[family]
+    model_class = None
+    if family in ENCODERS:
+        config_class, tokenizer_kind, fields, model_class = ENCODERS[family]
+    else:
+        config_class, tokenizer_kind, fields = _FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, names = {
         "wordpiece": _wordpiece,
@@ -254,7 +274,10 @@ def write_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = auto.from_config(config).eval()
+        if labels is None and model_class is not None:
+            model = getattr(transformers, model_class)(config).eval()
+        else:
+            model = auto.from_config(config).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):

@@ -98,10 +98,10 @@ def test_bits_hold_between_threads_that_share_the_model(load: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_family_but_mpnet_runs_packed(load: Any, family: str) -> None:
+def test_every_family_runs_packed(load: Any, family: str) -> None:
     info = load(family, pooling=pooling_of(family)).info
-    assert info.packed == (family != "mpnet")
-    assert info.packed or "padded" in " ".join(info.notes)
+    assert info.packed
+    assert "padded" not in " ".join(info.notes)
 
 
 def test_a_family_that_bypasses_the_interface_is_caught(
@@ -112,7 +112,7 @@ def test_a_family_that_bypasses_the_interface_is_caught(
 
     from gpu.families import FAMILIES
 
-    row = dataclasses.replace(FAMILIES["mpnet"], padded_because=None)
+    row = dataclasses.replace(FAMILIES["mpnet"], wrapper=None)
     monkeypatch.setitem(FAMILIES, "mpnet", row)
     runner = make_runner_factory("m", write_model(tmp_path / "m", "mpnet"))()
     assert runner.info.packed is False
@@ -131,24 +131,6 @@ def test_a_wrong_position_offset_is_caught(tmp_path: Path, monkeypatch: pytest.M
     runner = make_runner_factory("m", folder, max_tokens=60)()
     assert runner.info.packed is False
     assert "differs from transformers" in " ".join(runner.info.notes)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_pack_is_kept_where_it_does_not(tmp_path: Path, kind: str) -> None:
-    """`dynamic` and `longrope` take their frequencies from the longest item of a call once it is
-    longer than what the model was trained for; such items are not admitted."""
-    folder = write_model(tmp_path / "m", "llama", pooling="lasttoken")
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    trained: dict[str, Any] = {"max_position_embeddings": 16}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-        rope |= {"original_max_position_embeddings": 16}
-        trained = {"max_position_embeddings": 64}
-    edit_json(folder / "config.json", rope_parameters=rope, **trained)
-    with pytest.raises(ModelLoadError, match="max_tokens"):
-        make_runner_factory("m", folder, max_tokens=17)()
-    runner = make_runner_factory("m", folder)()
-    assert runner.info.max_tokens == 16 and runner.info.packed
 
 
 def test_a_classification_head_that_differs_is_refused(
