@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -81,7 +82,7 @@ async def run_demo(
     """
     run = _Run(console or Console())
     with run.stage("models"):
-        _fetch_models(run.console)
+        await _fetch_models(run.console)
     with run.stage("documents"):
         corpus = await asyncio.to_thread(load_corpus, options.documents)
     _introduce(run.console, corpus)
@@ -96,19 +97,30 @@ async def run_demo(
     return ExitStatus.OK
 
 
-def _fetch_models(console: Console) -> None:
-    """Both models, with a bar for what has to be downloaded."""
+async def _fetch_models(console: Console) -> None:
+    """Both models, with a bar for what has to be downloaded. Ctrl-C ends a download at once."""
     missing = [m for name in (EMBEDDER, RERANKER) if (m := find_model(name)) and not is_fetched(m)]
     if not missing:
         return
+    abandoned = threading.Event()
     with screen.download_progress(console) as progress:
         for model in missing:
             bar = progress.add_task(f"model {model.name}", total=None)
 
             def report(stage: str, done: int, total: int, bar: Any = bar) -> None:
+                if abandoned.is_set():
+                    raise _Abandoned
                 progress.update(bar, description=stage, completed=done, total=total or None)
 
-            ensure_model(model.name, progress=report)
+            try:
+                await asyncio.to_thread(ensure_model, model.name, progress=report)
+            except asyncio.CancelledError:
+                abandoned.set()
+                raise
+
+
+class _Abandoned(Exception):
+    """Ends the thread that fetches; nobody waits for its result any more."""
 
 
 def _introduce(console: Console, corpus: Corpus) -> None:

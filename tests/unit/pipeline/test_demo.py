@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -88,7 +90,11 @@ def small_world(monkeypatch: pytest.MonkeyPatch) -> None:
     questions = tuple(Question(f"what is {i}?", f"word {i}") for i in range(5))
     made = Corpus("test dictionary", "MIT", documents, questions)
     monkeypatch.setattr(demo, "load_corpus", lambda n: made)
-    monkeypatch.setattr(demo, "_fetch_models", lambda console: None)
+
+    async def nothing_to_fetch(console: Console) -> None:
+        pass
+
+    monkeypatch.setattr(demo, "_fetch_models", nothing_to_fetch)
 
 
 async def run(
@@ -212,6 +218,28 @@ async def test_a_silent_broker_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(door, "exchange", silence)
     with pytest.raises(OperatorError, match=r"no reply on embedstream\.replies"):
         await run(monkeypatch, door)
+
+
+async def test_ctrl_c_ends_a_download_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real _fetch_models
+    started, ended = threading.Event(), threading.Event()
+
+    def endless(name: str, *, progress: Callable[[str, int, int], None]) -> None:
+        try:
+            while True:
+                progress("downloading", 1, 2)
+                started.set()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(demo, "ensure_model", endless)
+    monkeypatch.setattr(demo, "is_fetched", lambda model: False)
+    fetching = asyncio.ensure_future(demo._fetch_models(Console(file=io.StringIO())))
+    await asyncio.to_thread(started.wait, 10)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert await asyncio.to_thread(ended.wait, 10), "the thread has ended as well"
 
 
 def test_without_packaged_brokers_the_demo_goes_on_in_process(
