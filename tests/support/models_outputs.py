@@ -61,7 +61,7 @@ def write_m3(folder: Path, *, modules: bool = True, normalize: bool = True, **fi
     generator = torch.Generator().manual_seed(7)
     for name, out in (("sparse_linear.pt", 1), ("colbert_linear.pt", HIDDEN)):
         weight = torch.randn(out, HIDDEN, generator=generator) * 0.3
-        bias = torch.randn(out, generator=generator) * 0.1
+        bias = torch.randn(out, generator=generator) * 0.1 + (1.0 if out == 1 else 0.0)
         torch.save({"weight": weight, "bias": bias}, folder / name)
     return folder
 
