@@ -318,8 +318,12 @@ async def _prompt(door: Door, corpus: Corpus, matrix: Vectors, console: Console)
         question = line.strip()
         if not question:
             return
-        hits, elapsed_ms = await _answer(door, corpus, matrix, question)
-        screen.show_hits(console, question, hits[:SHOWN], elapsed_ms)
+        try:
+            hits, elapsed_ms = await _answer(door, corpus, matrix, question)
+        except OperatorError as error:  # too long a question, say: theirs, not ours
+            console.print(f"[yellow]{error}[/yellow]")
+        else:
+            screen.show_hits(console, question, hits[:SHOWN], elapsed_ms)
         console.print("? ", end="")
 
 
