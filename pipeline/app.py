@@ -83,6 +83,7 @@ class App:
         self._serve_health = serve_health
         self._transports = transports
         self._runner_factories = runner_factories
+        self._loaded: LoadedModels | None = None
         self._ingresses: list[Ingress] = []
         self._egress: Egress | None = None
 
@@ -129,17 +130,23 @@ class App:
         return await self._stop(stop, supervisor)
 
     async def _start(self, supervisor: Supervisor, resources: AsyncExitStack) -> None:
-        settings = self.settings
+        # Brokers first: a wrong address shows at once, not after the models have loaded. Nothing
+        # is taken before a source's `run` starts, at the end of `_build`.
+        self.phase = "connecting"
+        resources.callback(self._close_models)  # last: sources leave their groups before that
+        transports = [
+            await self._open_transport(route, resources) for route in self.settings.routes
+        ]
         self.phase = "loading models"
         loaded = await load_models(
-            settings, factories=self._runner_factories, on_phase=self._on_phase
+            self.settings, factories=self._runner_factories, on_phase=self._on_phase
         )
-        self.executor = loaded.executor
-        resources.callback(loaded.close)
-        self.models = loaded.infos
-
-        self.phase = "connecting"
-        self.routes = await self._open_routes(loaded, resources)
+        self._loaded = loaded
+        self.executor, self.models = loaded.executor, loaded.infos
+        self.routes = [
+            self._route(route, transport)
+            for route, transport in zip(self.settings.routes, transports, strict=True)
+        ]
         self._build(supervisor, loaded)
 
     def _build(self, supervisor: Supervisor, loaded: LoadedModels) -> None:
@@ -224,34 +231,34 @@ class App:
         loaded.on_close.extend([egress.close, *(i.close for i in self._ingresses)])
         loaded.on_close.extend(tokenizer.close for tokenizer in tokenizers.values())
 
-    async def _open_routes(self, loaded: LoadedModels, resources: AsyncExitStack) -> list[Route]:
-        routes = []
-        for route_settings in self.settings.routes:
-            transport = await self._open_transport(route_settings)
-            resources.push_async_callback(_close_quietly, transport.sink.aclose, "sink")
-            resources.push_async_callback(_close_quietly, transport.source.aclose, "source")
-            routes.append(
-                Route(
-                    name=route_settings.name,
-                    lane=route_settings.lane,
-                    source=transport.source,
-                    sink=transport.sink,
-                    models=self._default_models(route_settings),
-                    limits=self.settings.limits_for(route_settings),
-                    max_attempts=self.settings.attempts.max_attempts,
-                )
-            )
-        return routes
+    def _close_models(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
 
-    async def _open_transport(self, route: RouteSettings) -> Transport:
+    def _route(self, route: RouteSettings, transport: Transport) -> Route:
+        return Route(
+            name=route.name,
+            lane=route.lane,
+            source=transport.source,
+            sink=transport.sink,
+            models=self._default_models(route),
+            limits=self.settings.limits_for(route),
+            max_attempts=self.settings.attempts.max_attempts,
+        )
+
+    async def _open_transport(self, route: RouteSettings, resources: AsyncExitStack) -> Transport:
         if self._transports is not None:
-            return self._transports[route.name]
-        self._on_phase(f"connecting route {route.name}")
-        try:
-            options = route_options(self.settings, route)
-            return await open_transport(options, clock=self.clock, metrics=self.metrics)
-        except (ConnectionError, ValueError) as error:
-            raise OperatorError(f"route {route.name}: {error}") from error
+            transport = self._transports[route.name]
+        else:
+            self._on_phase(f"connecting route {route.name}")
+            try:
+                options = route_options(self.settings, route)
+                transport = await open_transport(options, clock=self.clock, metrics=self.metrics)
+            except (ConnectionError, ValueError) as error:
+                raise OperatorError(f"route {route.name}: {error}") from error
+        resources.push_async_callback(_close_quietly, transport.sink.aclose, "sink")
+        resources.push_async_callback(_close_quietly, transport.source.aclose, "source")
+        return transport
 
     def _default_models(self, route: RouteSettings) -> dict[Task, str]:
         """Task -> model: what the route says, else what a model says, else the first that can."""

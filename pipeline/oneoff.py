@@ -25,15 +25,30 @@ from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, In
 class InprocService:
     """A service inside this process: send a record, get its reply records."""
 
-    def __init__(self, app: App, broker: InprocBroker) -> None:
+    def __init__(self, app: App, broker: InprocBroker, ended: asyncio.Event) -> None:
         self.app = app
         self._broker = broker
+        self._ended = ended
 
     async def request(
-        self, body: bytes, headers: Mapping[str, bytes] | None = None
+        self, body: bytes | None, headers: Mapping[str, bytes] | None = None
     ) -> list[InprocReply]:
-        """Every reply record of one request record, in order (several when it was split)."""
-        return await self._broker.submit(body, headers)
+        """Every reply record of one request record, in order (several when it was split).
+
+        Raises `OperatorError` when the service ends before it has answered.
+        """
+        async with asyncio.TaskGroup() as group:
+            reply = group.create_task(self._broker.submit(body, headers))
+            ended = group.create_task(self._ended.wait())
+            await asyncio.wait({reply, ended}, return_when=asyncio.FIRST_COMPLETED)
+            answered = reply.done()
+            reply.cancel()
+            ended.cancel()
+        if not answered:
+            raise OperatorError(
+                "the service ended before it answered; see the log", exit_status=ExitStatus.FATAL
+            )
+        return reply.result()
 
 
 @asynccontextmanager
@@ -60,14 +75,15 @@ async def run_inproc(
     )
     stop = StopSignal(settings.lifecycle.drain_budget_s)
     error: Exception | None = None
+    ended = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(errors_as_value(_run_to_end(app, stop)))
+        running = group.create_task(errors_as_value(_run_to_end(app, stop, ended)))
         ready = group.create_task(app.ready.wait())
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if not running.done():
             try:
-                yield InprocService(app, broker)
+                yield InprocService(app, broker, ended)
             except Exception as raised:  # noqa: BLE001  raised below, outside the TaskGroup
                 error = raised
             finally:
@@ -78,7 +94,10 @@ async def run_inproc(
         raise error
 
 
-async def _run_to_end(app: App, stop: StopSignal) -> None:
-    status = await app.run(stop)
+async def _run_to_end(app: App, stop: StopSignal, ended: asyncio.Event) -> None:
+    try:
+        status = await app.run(stop)
+    finally:
+        ended.set()
     if status is ExitStatus.FATAL:
         raise OperatorError("the model failed for good; see the log", exit_status=status)

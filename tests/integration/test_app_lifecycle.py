@@ -246,3 +246,35 @@ async def test_a_used_port_is_refused_by_name() -> None:
     with pytest.raises(OperatorError, match=r"health\.port"):
         await rig.app.run(rig.stop)
     await other.aclose()
+
+
+async def test_a_one_off_request_does_not_wait_for_a_dead_model() -> None:
+    """C11: the executor dies under a one-off command: an error at once, not a time-out."""
+
+    def die(batch: PackedBatch) -> None:
+        raise DeviceFault("CUDA error: device-side assert triggered")
+
+    runner = FakeRunner(before_forward=die)
+    with pytest.raises(OperatorError):
+        async with run_inproc(Settings(), runner_factories={"fake": lambda: runner}) as service:
+            await service.request(msgpack.packb({"id": "a", "input": "x"}))
+
+
+async def test_an_unreachable_broker_shows_before_any_model_is_loaded() -> None:
+    """G09-style: one line, at once."""
+    loads = 0
+
+    def load() -> Runner:
+        nonlocal loads
+        loads += 1
+        return FakeRunner()
+
+    port = free_port()
+    settings = Settings(
+        routes=(RouteSettings(name="r", source=f"redis://127.0.0.1:{port}/x?group=g"),),
+        health=HealthSettings(port=0),
+    )
+    app = App(settings, runner_factories={"fake": load})
+    with pytest.raises(OperatorError, match=str(port)):
+        await app.run(StopSignal(1.0))
+    assert loads == 0
