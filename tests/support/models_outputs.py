@@ -194,7 +194,7 @@ def _add_tokens(folder: Path, tokens: list[str]) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     state = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(11)
-    name = next(n for n in state if n.endswith("word_embeddings.weight"))
+    name = next(n for n in state if n.endswith(("word_embeddings.weight", "tok_embeddings.weight")))
     rows = torch.randn(len(tokens), state[name].shape[1], generator=generator) * 0.3
     state[name] = torch.cat([state[name], rows])
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

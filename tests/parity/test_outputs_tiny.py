@@ -1,0 +1,163 @@
+"""Sparse, token-level and static outputs of seeded tiny folders against their own libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.batch import pack, scatter
+from gpu.families import FAMILIES
+from gpu.loader import make_runner_factory
+from schemas.requests import EmbedRequest, Text
+from tests.support.models import FAMILY_NAMES
+from tests.support.models_outputs import write_colbert, write_m3, write_splade, write_static
+
+TEXTS = [
+    "hello world", "kafka", "the capital of china is beijing, a large river in blue",
+    "one two three four five " * 4, "What is a stream? A queue on a topic.", "x",
+]  # fmt: skip
+
+
+def outcomes(runner: Any, texts: list[str] = TEXTS, **fields: Any) -> list[Any]:
+    request = EmbedRequest(id="r", input=tuple(Text(t) for t in texts), **fields)
+    batch = pack(runner.encoder.encode([request])[0].items)
+    return scatter(batch, runner.forward(batch))
+
+
+def full(row: tuple[np.ndarray, np.ndarray], size: int) -> np.ndarray:
+    out = np.zeros(size, np.float32)
+    out[row[0]] = row[1]
+    return out
+
+
+MLM = [name for name in FAMILY_NAMES if FAMILIES[name].mlm is not None]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")], ids=["max", "sum"]
+)
+@pytest.mark.parametrize("family", MLM)
+def test_a10_splade_equals_sparse_encoder(
+    tmp_path: Path, family: str, strategy: str, activation: str
+) -> None:
+    """A10, J07: every family with a masked-LM head; the same ids, weights within 1e-5 of size."""
+    from sentence_transformers import SparseEncoder
+
+    folder = write_splade(tmp_path / "m", family, strategy=strategy, activation=activation)
+    runner = make_runner_factory("m", folder)()
+    model = SparseEncoder(str(folder), device="cpu")
+    want = model.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
+    for outcome, expected in zip(outcomes(runner), want, strict=True):
+        got = full(outcome.sparse, len(expected))
+        assert np.abs(got - expected).max() <= 1e-5 * max(1.0, expected.max())
+        assert outcome.sparse[0].tolist() == np.flatnonzero(expected > 0).tolist()
+
+
+def test_mlm_families_are_those_that_tests_write() -> None:
+    assert len(MLM) >= 9
+
+
+@pytest.mark.parametrize("style", ["st", "pylate"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a10_colbert_equals_multi_vector_encoder(tmp_path: Path, family: str, style: str) -> None:
+    """A10, J07: documents with a skip list, and queries, in both published layouts."""
+    from sentence_transformers import MultiVectorEncoder
+
+    folder = write_colbert(
+        tmp_path / "m", family, style=style, skip=("the", "a"), prefixes=style == "pylate"
+    )
+    runner = make_runner_factory("m", folder)()
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    names = ("document", "query") if style == "pylate" else (None,)
+    for name in names:
+        encode = model.encode_query if name == "query" else model.encode_document
+        got = outcomes(runner, prompt_name=name)
+        for outcome, expected in zip(got, encode(TEXTS), strict=True):
+            assert outcome.multivector.shape == tuple(expected.shape)
+            assert np.abs(outcome.multivector - expected.numpy()).max() <= 1e-5
+
+
+@pytest.mark.parametrize("modules", [True, False])
+def test_a10_m3_equals_the_published_formulas(tmp_path: Path, modules: bool) -> None:
+    """A10, J07: FlagEmbedding's three formulas on transformers' own hidden states."""
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = write_m3(tmp_path / "m", modules=modules)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    heads = {}
+    for name in ("sparse", "colbert"):
+        state = torch.load(folder / f"{name}_linear.pt", weights_only=True)
+        linear = torch.nn.Linear(state["weight"].shape[1], state["weight"].shape[0])
+        linear.load_state_dict(state)
+        heads[name] = linear
+    runner = make_runner_factory("m", folder)()
+    got = outcomes(runner, outputs=("dense", "sparse", "multivector"))
+    unused = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unused.add(tokenizer.unk_token_id)
+    n_weights = 0
+    with torch.inference_mode():
+        for text, outcome in zip(TEXTS, got, strict=True):
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
+            hidden = model(ids).last_hidden_state[0]
+            dense = torch.nn.functional.normalize(hidden[0], dim=-1).numpy()
+            assert np.abs(outcome.dense - dense).max() <= 1e-5
+            weights: dict[int, float] = {}
+            scores = torch.relu(heads["sparse"](hidden))[:, 0].tolist()
+            for i, w in zip(ids[0].tolist(), scores, strict=True):
+                if i not in unused and w > weights.get(i, 0.0):
+                    weights[i] = w
+            assert outcome.sparse[0].tolist() == sorted(weights)
+            expected = np.array([weights[i] for i in sorted(weights)])
+            assert np.abs(outcome.sparse[1] - expected).max(initial=0.0) <= 1e-5
+            n_weights += len(expected)
+            vectors = torch.nn.functional.normalize(heads["colbert"](hidden[1:]), dim=-1).numpy()
+            assert np.abs(outcome.multivector - vectors).max() <= 1e-5
+    assert n_weights >= 10
+
+
+def model2vec(folder: Path, text: str) -> np.ndarray:
+    """The published formula, written down again: rows, times weights, averaged, normalised."""
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    tensors = load_file(folder / "model.safetensors")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unknown = tokenizer.token_to_id("[UNK]")
+    ids = [i for i in tokenizer.encode(text, add_special_tokens=False).ids if i != unknown]
+    mapping = tensors.get("mapping")
+    rows = tensors["embeddings"][ids if mapping is None else mapping[ids]].astype(np.float64)
+    if "weights" in tensors:
+        rows = rows * tensors["weights"][ids][:, None]
+    vector = rows.mean(axis=0)
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"weights": True}, {"weights": True, "mapping": True}, {"mapping": True},
+     {"dtype": "float16"}, {"dtype": "int8"}],
+    ids=["plain", "weights", "weights+mapping", "mapping", "float16", "int8"],
+)  # fmt: skip
+def test_a10_static_equals_model2vec(tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = write_static(tmp_path / "m", **fields)
+    runner = make_runner_factory("m", folder)()
+    texts = ["hello world", "kafka unheard redis", "stream queue " * 30]
+    for text, outcome in zip(texts, outcomes(runner, texts), strict=True):
+        assert np.abs(outcome.dense - model2vec(folder, text)).max() <= 1e-6
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a10_static_embedding_equals_sentence_transformers(tmp_path: Path, normalize: bool) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    folder = write_static(tmp_path / "m", layout="st", normalize=normalize)
+    runner = make_runner_factory("m", folder)()
+    texts = ["hello world", "kafka unheard redis", "stream queue " * 400]
+    want = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    got = np.stack([o.dense for o in outcomes(runner, texts)])
+    assert np.abs(got - want).max() <= 1e-5
