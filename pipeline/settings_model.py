@@ -78,7 +78,7 @@ class ModelSettings(Record, frozen=True, kw_only=True):
         Meta(description="Revision of a hub id."),
     ] = None
     pooling: Annotated[
-        Literal["auto", "cls", "mean", "last_token"],
+        Literal["auto", "cls", "mean", "last_token", "splade"],
         Meta(description='Pooling of hidden states. "auto": what the model folder says.'),
     ] = "auto"
     matryoshka_dimensions: Annotated[
