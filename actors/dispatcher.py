@@ -134,13 +134,15 @@ class Dispatcher:
         await self._forward(model, entries[middle:])
 
     def _note_start(self, entries: list[Entry]) -> None:
-        now = self._clock.monotonic()
+        """One observation per request and encoder call: its items waited together."""
+        now, owner, at = self._clock.monotonic(), None, 0.0
         for entry in entries:
-            if entry.owner.first_forward_at is None:
-                entry.owner.first_forward_at = now
-            self._metrics.observe(
-                "queue_wait_seconds", now - entry.enqueued_at, lane=entry.owner.lane
-            )
+            if entry.owner is owner and entry.enqueued_at == at:
+                continue
+            owner, at = entry.owner, entry.enqueued_at
+            if owner.first_forward_at is None:
+                owner.first_forward_at = now
+            self._metrics.observe("queue_wait_seconds", now - at, lane=owner.lane)
 
     def _note_batch(
         self, model: str, n_items: int, n_tokens: int, max_seqlen: int, took_s: float

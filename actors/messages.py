@@ -124,7 +124,7 @@ class Entry:
 
     @property
     def n_tokens(self) -> int:
-        return self.item.n_tokens
+        return len(self.item.input_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

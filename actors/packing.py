@@ -105,7 +105,7 @@ class Packer:
         ready = self.ready_at(idle=idle)
         if ready is None or now < ready:
             return take
-        budget = self.policy.max_batch_tokens
+        budget, used = self.policy.max_batch_tokens, 0
         both = bool(self._lanes["interactive"]) and bool(self._lanes["bulk"])
         if both:
             self._bulk_credit = min(
@@ -113,13 +113,12 @@ class Packer:
             )
             if self._bulk_credit >= self._lanes["bulk"][0].n_tokens:
                 share = min(int(self._bulk_credit), budget)
-                taken = self._fill("bulk", take, share, epoch_ms, alone_ok=True)
-                self._bulk_credit -= taken
+                used = self._fill("bulk", take, share, epoch_ms, alone_ok=True)
+                self._bulk_credit -= used
         else:
             self._bulk_credit = 0.0
         for lane in LANES:
-            used = sum(entry.n_tokens for entry in take.batch)
-            self._fill(lane, take, budget - used, epoch_ms, alone_ok=not take.batch)
+            used += self._fill(lane, take, budget - used, epoch_ms, alone_ok=not take.batch)
         return take
 
     def _drop_dead_heads(self, lane: Lane, epoch_ms: int, dropped: list[Entry]) -> None:
@@ -149,14 +148,15 @@ class Packer:
             if _is_dead(entry, epoch_ms):
                 self._remove(lane, position, take.dropped)
                 continue
-            fits = entry.n_tokens <= room
+            n_tokens = entry.n_tokens
+            fits = n_tokens <= room
             travels_alone = alone_ok and not take.batch and position == 0
             if not fits and not travels_alone:
                 position += 1
                 continue
             self._remove(lane, position, take.batch)
-            taken += entry.n_tokens
-            room -= entry.n_tokens
+            taken += n_tokens
+            room -= n_tokens
             if room <= 0:
                 break
         return taken

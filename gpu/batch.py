@@ -34,6 +34,7 @@ class ItemOptions:
     dimensions: int | None = None
     normalize: bool | None = None  # None: as the model's own module list says
     raw_scores: bool = False
+    chunk_tokens: int | None = None  # late chunking: vectors of spans instead of `outputs`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +62,7 @@ class EncodedItem:
     @property
     def n_tokens(self) -> int:
         """Tokens incl. special ones: the item's cost everywhere."""
-        return int(self.input_ids.shape[0])
+        return len(self.input_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +118,10 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
     the history. Zero-token items are allowed (their segment is empty).
     """
     assert len(items) > 0, "an empty batch is a bug of the packer"
-    order = sorted(range(len(items)), key=lambda i: -items[i].n_tokens)
-    rows = tuple(items[i] for i in order)
-    lengths = np.fromiter((item.n_tokens for item in rows), dtype=np.int64, count=len(rows))
+    given = [item.n_tokens for item in items]
+    order = sorted(range(len(items)), key=given.__getitem__, reverse=True)  # stable all the same
+    rows = tuple([items[i] for i in order])
+    lengths = np.asarray([given[i] for i in order], dtype=np.int64)
     cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     total = int(cu_seqlens[-1])
@@ -149,6 +151,7 @@ class ItemResult:
     scores: Float32 | None = None  # [n_labels]; [1] for rerank and score
     sparse: tuple[Int32, Float32] | None = None  # vocabulary ids ascending, weights
     multivector: Float32 | None = None  # [n_vectors, dimensions]
+    spans: tuple[tuple[int, int], ...] | None = None  # late chunking: tokens of each vector
 
 
 ItemOutcome: TypeAlias = ItemResult | EmbedstreamError

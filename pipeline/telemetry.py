@@ -42,6 +42,7 @@ class PrometheusMetrics:
         self._specs = {spec.name: spec for spec in specs}
         self._metrics: dict[str, Any] = {s.name: _make(s, self.registry) for s in specs}
         self._series: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        self._children: dict[tuple[Any, ...], Any] = {}
         self._reported: set[str] = set()
 
     def count(self, name: str, value: float = 1.0, **labels: str) -> None:
@@ -101,6 +102,12 @@ class PrometheusMetrics:
         return numbers
 
     def _child(self, name: str, labels: dict[str, str]) -> Any:
+        # Checking and looking up a series costs more than counting in it; a known one is found at once.
+        key = (name, *labels.items())
+        child = self._children.get(key)
+        return self._new_child(key, name, labels) if child is None else child
+
+    def _new_child(self, key: tuple[Any, ...], name: str, labels: dict[str, str]) -> Any:
         metric = self._metrics[name]
         expected = self._specs[name].labels
         if not expected and not labels:
@@ -112,10 +119,10 @@ class PrometheusMetrics:
         if values not in known:
             if len(known) >= MAX_SERIES_PER_METRIC:
                 self._report(name, ValueError("too many label sets; the rest is counted as other"))
-                values = (OVERFLOW,) * len(expected)
-            else:
-                known.add(values)
-        return metric.labels(*values)
+                return metric.labels(*(OVERFLOW,) * len(expected))
+            known.add(values)
+        child = self._children[key] = metric.labels(*values)
+        return child
 
     def _report(self, name: str, error: Exception) -> None:
         """Say once per metric that it is broken; never raise."""
