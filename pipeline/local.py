@@ -246,7 +246,7 @@ class ApacheKafka(LocalServer):
             )
         super().__init__(data_dir, port=port)
         self.controller_port = free_port(self.host)
-        self._properties = dict(properties or {})
+        self.properties = dict(properties or {})
         self._heap = tuple(heap)
 
     async def _prepare(self) -> None:
@@ -309,7 +309,7 @@ class ApacheKafka(LocalServer):
             # 2 s instead of 9: a node that was SIGKILLed is taken back three times sooner.
             "broker.session.timeout.ms": "2000",
             "broker.heartbeat.interval.ms": "500",
-            **self._properties,
+            **self.properties,
         }
 
     def _jvm(self, *arguments: str) -> list[str]:

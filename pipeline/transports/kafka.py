@@ -28,7 +28,7 @@ from actors.ports import (
 )
 
 from .intake import HandOff, HeldDelivery, Redelivery
-from .kafka_clients import ClusterFacts, survey
+from .kafka_clients import ClusterFacts, survey, words
 from .kafka_consumer import broker_answers, poll, records_wait, start_consumer, stop_consumer
 from .options import KafkaOptions
 from .watermark import Watermarks
@@ -109,7 +109,7 @@ class KafkaSource:
             self.consumer = await start_consumer(self._options, self._fetch_bytes)
         except (KafkaError, TimeoutError) as error:
             raise ConnectionError(
-                f"no Kafka consumer for {self._options.bootstrap} ({type(error).__name__} {error}): "
+                f"no Kafka consumer for {self._options.bootstrap} ({words(error)}): "
                 "check that the broker is up, or raise open_timeout_s"
             ) from None
         self._alive, self._fault = True, ""
@@ -220,7 +220,7 @@ class KafkaSource:
             except ConsumerStoppedError:
                 continue  # replaced or closed by the other task
             except (KafkaError, TimeoutError) as error:
-                await self._replace(f"{type(error).__name__} {error}".rstrip())
+                await self._replace(words(error))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(backoff_s):
                         await self._closing.wait()
@@ -260,6 +260,8 @@ class KafkaSource:
     def _hand_out(self, partition: TopicPartition, records: list[ConsumerRecord]) -> None:
         now = self._clock.monotonic()
         self._last_record_at = now
+        if partition not in self._marks:  # fetched before the listener was told
+            self.on_assigned({partition})
         deliveries = []
         for record in records:
             mark = self._marks[partition]
@@ -275,6 +277,8 @@ class KafkaSource:
             deliveries.append(delivery)
         self._metrics.count("source_records_total", len(records), transport="kafka")
         self._hand_off.put(deliveries)
+        if self._hand_off.closed:  # they came while intake was being stopped
+            self._lose(deliveries)
 
     def _delivery(
         self, partition: TopicPartition, record: ConsumerRecord, epoch: int, now: float
@@ -295,9 +299,10 @@ class KafkaSource:
     # --- rebalances -----------------------------------------------------------------------------
 
     def on_assigned(self, partitions: set[TopicPartition]) -> None:
-        """Called by the listener once per rebalance."""
-        self._marks.assign(partitions)
-        self._bytes.update(dict.fromkeys(partitions, 0))
+        """Called by the listener once per rebalance, after `on_revoked` forgot the old ones."""
+        fresh = {partition for partition in partitions if partition not in self._marks}
+        self._marks.assign(fresh)
+        self._bytes.update(dict.fromkeys(fresh, 0))
         self._last_record_at = self._clock.monotonic()
         self._metrics.gauge("source_partitions", len(self._marks.partitions), transport="kafka")
         log.info("kafka_assigned", partitions=len(partitions), group=self._options.group)

@@ -94,12 +94,16 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
             f"({options.open_timeout_s:g} s): check that the broker is up, or raise open_timeout_s"
         ) from None
     except KafkaError as error:
-        raise ConnectionError(
-            f"Kafka at {options.bootstrap} refused: {type(error).__name__} {error}".rstrip()
-        ) from None
+        raise ConnectionError(f"Kafka at {options.bootstrap} refused: {words(error)}") from None
     for notice in notices:
         log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
     return ClusterFacts(idempotent, limit, tuple(notices))
+
+
+def words(error: BaseException) -> str:
+    """Kind and text of an error, the kind once."""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return text if name in text else f"{name} {text}".rstrip()
 
 
 async def closed_in_time(closing: Awaitable[Any], bound_s: float) -> bool:
@@ -151,7 +155,7 @@ async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
                 sasl_plain_password=settings.get("sasl_plain_password"),
             )
         except (KafkaError, OSError, TimeoutError) as cause:
-            causes.append(f"{address}: {type(cause).__name__} {cause}".rstrip())
+            causes.append(f"{address}: {words(cause)}")
         else:
             connection.close()
     detail = "; ".join(causes) or str(error)

@@ -31,7 +31,7 @@ from aiokafka.errors import (
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
 
 from .destinations import forbidden
-from .kafka_clients import ClusterFacts, client_settings, closed_in_time, survey
+from .kafka_clients import ClusterFacts, client_settings, closed_in_time, survey, words
 from .options import KafkaOptions, topic_error
 
 log = structlog.get_logger(__name__)
@@ -126,9 +126,7 @@ class KafkaSink:
             expired = isinstance(error, KafkaTimeoutError)
             if isinstance(error, _BROKEN_PRODUCER) or not (error.retriable or expired):
                 await self._discard(producer, error)
-            raise PublishError(
-                f"Kafka: {type(error).__name__} {error}".rstrip(), retryable=True
-            ) from None
+            raise PublishError(f"Kafka: {words(error)}", retryable=True) from None
         self._metrics.count("sink_records_total", transport="kafka")
 
     async def aclose(self) -> None:
@@ -178,7 +176,7 @@ class KafkaSink:
             await self._stop(producer)
             if isinstance(error, KafkaError | TimeoutError):
                 raise PublishError(
-                    f"no Kafka producer for {self._options.bootstrap}: {type(error).__name__} {error}",
+                    f"no Kafka producer for {self._options.bootstrap}: {words(error)}",
                     retryable=True,
                 ) from None
             raise

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from actors.ports import NoMetrics, PublishError, SystemClock
+from actors.ports import NoMetrics, PublishError, RecordTooLargeForBroker, SystemClock
 from pipeline.local import ApacheKafka, LocalServerError, PackagedKafka, free_port
 from pipeline.transports import KafkaOptions, open_transport
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.test_kafka_group import assigned, source_of
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, running
 from tests.support.killable import CountingMetrics, Proxy
-from tests.support.servers import ServerInfo, new_apache, start_now
+from tests.support.servers import ServerInfo, new_apache, start_now, unique
 
 pytestmark = pytest.mark.kafka
 
@@ -208,6 +208,70 @@ async def test_topic_limit_sets_the_reply_limit(own: KafkaHarness) -> None:
             await asyncio.gather(
                 *(transport.sink.publish(own.reply_topic, "k" * 256, body, {}) for _ in range(20))
             )
+
+
+@pytest.mark.real_kafka
+async def test_record_that_the_broker_refuses_stops_no_other(own: KafkaHarness) -> None:
+    """E10, E12: a topic of a smaller limit than ours: the broker refuses; what follows passes."""
+    small = unique("embedstream.small")
+    await own.create_topic(small, 1, **{"max.message.bytes": "20000"})
+    async with running(own.options()) as transport:
+        for i in range(3):
+            with pytest.raises(RecordTooLargeForBroker) as caught:
+                await transport.sink.publish(small, "r", b"x" * 50_000, {})
+            assert caught.value.given_bytes == 50_000
+            for _ in range(3):
+                try:
+                    await transport.sink.publish(small, "r", b"%d" % i, {})
+                    break
+                except PublishError as error:
+                    assert error.retryable
+            else:
+                pytest.fail("no publish passed after one that was refused")
+        wanted = {b"0", b"1", b"2"}
+        assert set(await own.replies(small, lambda found: wanted <= set(found))) == wanted
+
+
+@pytest.mark.real_kafka
+async def test_login_and_wrong_password() -> None:
+    """SASL: the right password works; a wrong one is named as the cause, without being shown."""
+    port, login_port = free_port(), free_port()
+    jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    server = new_apache(
+        port=port,
+        **{
+            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{login_port}",
+            "sasl.enabled.mechanisms": "PLAIN",
+            "listener.name.sasl_plaintext.plain.sasl.jaas.config": f'{jaas} user_alice="s3cret";',
+        },
+    )
+    controller = f"CONTROLLER://127.0.0.1:{server.controller_port}"
+    server.properties["listeners"] = (
+        f"PLAINTEXT://127.0.0.1:{port},{controller},SASL_PLAINTEXT://127.0.0.1:{login_port}"
+    )
+    await server.start()
+    try:
+        harness = KafkaHarness(ServerInfo(f"127.0.0.1:{login_port}", "apache", server))
+        login = {
+            "security_protocol": "SASL_PLAINTEXT",
+            "sasl_username": "alice",
+            "sasl_password": "s3cret",
+        }
+        async with running(harness.options(**login)) as transport:
+            await transport.sink.publish(harness.topic, "k", b"a", {})
+            assert [d.body for d in await collect(transport.source, 1)] == [b"a"]
+        for wrong in ({**login, "sasl_password": "guess"}, {}):
+            with pytest.raises(ConnectionError) as caught:
+                options = harness.options(**wrong, request_timeout_ms=2000, open_timeout_s=6)
+                await open_transport(options, clock=SystemClock(), metrics=NoMetrics())
+            message = str(caught.value)
+            assert f"127.0.0.1:{login_port}" in message
+            assert "guess" not in message
+            if wrong:
+                assert "SaslAuthenticationFailed" in message
+                assert "password" in message
+    finally:
+        await server.stop()
 
 
 class _Misadvertised(PackagedKafka):

@@ -67,13 +67,13 @@ def apache_home() -> str | None:
     return os.environ.get("KAFKA_HOME") or None
 
 
-def new_apache(**properties: str) -> ApacheKafka:
+def new_apache(*, port: int | None = None, **properties: str) -> ApacheKafka:
     """An Apache Kafka of the test's own, not started. Skips when there is none."""
     home = apache_home()
     if home is None:
         pytest.skip("needs a local Apache Kafka: set KAFKA_HOME")
     try:
-        server = ApacheKafka(home, properties=properties)
+        server = ApacheKafka(home, port=port, properties=properties)
     except LocalServerError as error:
         pytest.skip(str(error))
     _started.append(server)
