@@ -14,6 +14,7 @@ from typing import Any
 
 import msgpack
 import msgspec
+import numpy as np
 import pytest
 
 from pipeline.app import App
@@ -23,10 +24,13 @@ from pipeline.settings import HealthSettings, ModelSettings, RouteSettings, Sett
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.support.models import write_model
+from tests.support.models_outputs import write_m3, write_splade
 from tests.support.servers import ServerInfo, unique
 
 MAX_TOKENS = 24
 LONG = "river mountain " * 40
+SIZES = (0, -1, 1, 8, 31, 32, 33, 5000)  # 32 is native
+OUTPUTS = ["dense", "sparse", "multivector"]
 
 RECORDS: dict[str, dict[str, Any]] = {
     "plain": {"input": "hello world"},
@@ -43,6 +47,15 @@ RECORDS: dict[str, dict[str, Any]] = {
     "ids-out-of-range": {"input": [[5], [10**6]]},
     "empty": {"input": ["hello", "", " ", "\u200b"]},
     "surrogate": {"input": ["ok", "a\ud800b", "fine"]},
+    **{
+        f"dimensions-{model}-{n}": {"input": "river", "model": model, "dimensions": n}
+        for model in ("embed", "fixed")
+        for n in SIZES
+    },
+    "three-outputs": {"input": ["river", LONG], "model": "m3", "outputs": OUTPUTS},
+    "three-outputs-int8": {"input": "river", "model": "m3", "outputs": OUTPUTS, "dtype": "int8"},
+    "sparse-by-default": {"input": ["river", "a\ud800b"], "model": "splade"},
+    "no-dense": {"input": "river", "model": "splade", "outputs": ["dense"]},
 }
 
 
@@ -54,7 +67,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     labels = write_model(root / "labels", labels=3, max_position_embeddings=MAX_TOKENS, seed=2)
     return Settings(
         models={
-            "embed": ModelSettings(path=str(embed), default_for=("embed",)),
+            "embed": ModelSettings(
+                path=str(embed), default_for=("embed",), matryoshka_dimensions=(8,)
+            ),
+            "fixed": ModelSettings(path=str(write_model(root / "fixed"))),
+            "m3": ModelSettings(path=str(write_m3(root / "m3"))),
+            "splade": ModelSettings(path=str(write_splade(root / "splade"))),
             "rank": ModelSettings(path=str(rank), default_for=("rerank", "score")),
             "labels": ModelSettings(path=str(labels), default_for=("classify",)),
         },
@@ -68,7 +86,9 @@ def plain(reply: Reply | FailureReply) -> Any:
         return ("failure", reply.error.to_wire())
     items = [
         (i.index, i.embedding, i.scores, i.relevance_score, i.tokens, i.truncated,
-         None if i.error is None else json.dumps(i.error.to_wire()))
+         None if i.error is None else json.dumps(i.error.to_wire()),
+         None if i.sparse is None else (i.sparse.indices, i.sparse.values),
+         i.multivector, i.scale, i.scales)
         for i in reply.items
     ]  # fmt: skip
     return (reply.task, reply.dimensions, reply.dtype, reply.usage.total_tokens, items)
@@ -118,13 +138,56 @@ async def test_what_the_reference_says(reference: dict[str, Any]) -> None:
     assert error["code"] == "too_long" and error["limit"] == MAX_TOKENS
     assert error["given"] > MAX_TOKENS and error["items"] == [1] and "truncate" in error["message"]
     for name in ("cut-right", "cut-left", "classify-cut"):
-        ((_, _, _, _, tokens, truncated, error_text),) = reference[name][4]
+        ((_, _, _, _, tokens, truncated, error_text, *_),) = reference[name][4]
         assert (tokens, truncated, error_text) == (MAX_TOKENS, True, None)
     codes = [None if i[6] is None else json.loads(i[6])["code"] for i in reference["empty"][4]]
     assert codes == [None, "empty_input", "empty_input", "empty_input"]
     ids = reference["ids-out-of-range"]
     assert ids[0] == "failure" or json.loads(ids[4][1][6])["code"] == "invalid_request"
     assert all(item[6] is None for item in reference["surrogate"][4])
+
+
+async def test_a09_dimensions_are_refused_or_computed_never_ignored(
+    reference: dict[str, Any],
+) -> None:
+    """A08, A09: 0, negative, 1, native, native + 1 and 5000, on a Matryoshka model and another."""
+    allowed = {"embed": (8, 32), "fixed": (32,)}
+    for model, sizes in allowed.items():
+        for n in SIZES:
+            answer = reference[f"dimensions-{model}-{n}"]
+            if n in sizes:
+                _, dimensions, dtype, _, ((_, embedding, *_),) = answer
+                vector = np.frombuffer(embedding, "<f4")
+                assert dimensions == n == len(vector) and dtype == "float32"
+                assert abs(float(np.linalg.norm(vector)) - 1) <= 1e-6
+                full = np.frombuffer(reference[f"dimensions-{model}-32"][4][0][1], "<f4")
+                prefix = full[:n] / np.linalg.norm(full[:n])
+                assert np.abs(vector - prefix).max() <= 1e-6
+                continue
+            kind, error = answer
+            assert kind == "failure" and error["code"] == "invalid_dimensions"
+            assert error["given"] == n and error["limit"] == (1 if n < 1 else 32)
+            assert n < 1 or ", ".join(map(str, sizes)) in error["message"]
+
+
+async def test_what_the_reference_says_of_other_outputs(reference: dict[str, Any]) -> None:
+    """A10, D01, D09: all outputs beside each other; int8 with a scale for every vector."""
+    task, dimensions, dtype, _, (short, long) = reference["three-outputs"]
+    assert (task, dimensions, dtype) == ("embed", 32, "float32")
+    assert json.loads(long[6])["code"] == "too_long"
+    indices, values = short[7]
+    assert indices == sorted(indices) and len(values) == len(indices)
+    assert [len(vector) for vector in short[8]] == [32 * 4] * (short[4] - 1)
+    small = reference["three-outputs-int8"][4][0]
+    assert small[7] == short[7], "sparse weights keep their precision whatever the dtype"
+    assert len(small[10]) == len(small[8]) == len(short[8]) and small[9] is not None
+    for full, data, scale in zip(short[8], small[8], small[10], strict=True):
+        restored = np.frombuffer(data, np.int8) * scale
+        assert np.abs(restored - np.frombuffer(full, "<f4")).max() <= 0.51 * scale
+    _, dimensions, dtype, _, items = reference["sparse-by-default"]
+    assert dimensions is None and dtype is None
+    assert all(item[7] is not None and item[1] is None for item in items)
+    assert reference["no-dense"][1]["code"] == "unsupported"
 
 
 async def test_json_answers_as_msgpack_does(settings: Settings, reference: dict[str, Any]) -> None:
