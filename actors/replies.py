@@ -63,7 +63,7 @@ def build_reply(
         items = _ranked(items, request)
     dimensions = normalized = dtype = None
     if isinstance(request, EmbedRequest) and (size := _vector_size(request, info)) is not None:
-        dimensions = request.dimensions or size
+        dimensions = size
         normalized = info.normalized if request.normalize is None else request.normalize
         dtype = request.dtype
     first = in_flight.first_forward_at
@@ -88,11 +88,17 @@ def build_reply(
 
 
 def _vector_size(request: EmbedRequest, info: ModelInfo) -> int | None:
-    """Native size of the vectors in the reply, the dense one's when there are both; None: no vectors."""
+    """Size of the vectors in the reply, the dense one's when there are both; None: no vectors.
+
+    A size that was asked for is the dense vector's, where the model has one.
+    """
     outputs = request.outputs or info.default_outputs
     if "dense" in outputs:
-        return info.dimensions
-    return info.multivector_dimensions if "multivector" in outputs else None
+        return request.dimensions or info.dimensions
+    if "multivector" not in outputs:
+        return None
+    asked = request.dimensions if info.dimensions is None else None
+    return asked or info.multivector_dimensions
 
 
 def _ranked(items: list[ItemReply], request: RerankRequest) -> list[ItemReply]:
@@ -128,7 +134,9 @@ def _embed_item(
     in_flight: InFlight, request: EmbedRequest, index: int, outcome: ItemResult
 ) -> ItemReply:
     # The runner gives what was asked for, or the model's own outputs when nothing was named.
-    assert all(getattr(outcome, name) is not None for name in request.outputs)
+    assert outcome.spans is not None or all(
+        getattr(outcome, name) is not None for name in request.outputs
+    )
     embedding = scale = None
     if outcome.dense is not None:
         embedding, scale = quantize(outcome.dense, request.dtype)
@@ -149,6 +157,7 @@ def _embed_item(
         sparse=sparse,
         multivector=multivector,
         scales=scales,
+        spans=None if outcome.spans is None else list(outcome.spans),
         tokens=in_flight.tokens[index],
         truncated=in_flight.truncated[index],
     )

@@ -12,6 +12,7 @@ from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, 
 
 from .artifacts import ModelSpec
 from .batch import ItemOptions
+from .long_texts import check_long
 
 
 def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
@@ -24,9 +25,11 @@ def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
         raise Unsupported(_why_not(task, spec), path="$.task")
     if isinstance(request, EmbedRequest):
         outputs = _outputs(request, spec)
+        check_long(request, outputs, spec)
         return ItemOptions(
             task=task,
-            outputs=outputs,
+            outputs=outputs if request.chunk_tokens is None else (),
+            chunk_tokens=request.chunk_tokens,
             dimensions=_dimensions(request.dimensions, outputs, spec),
             normalize=request.normalize,
         )

@@ -44,6 +44,7 @@ from .heads import HeadFn, activate, build_head
 from .label_rows import label_head_of
 from .linears import LinearReport, prepack
 from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from .long_texts import in_chunks
 from .outputs import Outputs
 from .pages import FilePages, own_memory
 from .pooler import Segments, segments_of
@@ -152,6 +153,14 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
         """See `gpu.batch.Runner`. Raises `MemoryError`, `DeviceFault`, or what the model raised."""
+        averaged = in_chunks(
+            batch,
+            self.forward,
+            budget=self.info.max_batch_tokens,
+            normalize=self.spec.normalize,
+        )
+        if averaged is not None:
+            return averaged
         refused = self._refused(batch)
         rows = [row for row in range(batch.n_items) if row not in refused]
         outcomes: list[ItemOutcome | None] = [refused.get(row) for row in range(batch.n_items)]

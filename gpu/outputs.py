@@ -18,6 +18,7 @@ from schemas.requests import Output
 
 from .artifacts import ModelSpec
 from .batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from .long_texts import spans_of
 from .outputs_spec import LexicalSpec, SpladeSpec
 from .pooler import DenseStack, Segments, finish, pool
 from .sparse import Lexical, SparseRow, Splade, mlm_head
@@ -71,8 +72,12 @@ class Outputs(nn.Module):
         dense = self._dense(batch, hidden, segments)
         sparse = self._sparse(batch, hidden, segments)
         vectors = self._token_vectors(batch, hidden)
+        late = self._late_chunks(batch, hidden, segments)
         outcomes: list[ItemOutcome] = []
         for row in range(batch.n_items):
+            if row in late:
+                outcomes.append(late[row])
+                continue
             parts = [found[row] for found in (dense, sparse, vectors) if row in found]
             if any(part is None for part in parts):
                 outcomes.append(NonFinite("the model gave NaN or infinity for this item"))
@@ -100,6 +105,32 @@ class Outputs(nn.Module):
             finite = np.isfinite(values).all(axis=1)
             for i, value, good in zip(group, values, finite, strict=True):
                 found[rows[i]] = value if good else None
+        return found
+
+    def _late_chunks(
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
+    ) -> dict[int, ItemOutcome]:
+        """Rows that asked for `chunk_tokens`: the mean of each span, as the dense vector is made."""
+        found: dict[int, ItemOutcome] = {}
+        for row, item in enumerate(batch.items):
+            if item.options.chunk_tokens is None:
+                continue
+            start, end = segments.starts[row], segments.ends[row]
+            skipped = segments.pooled_from[row] if start + segments.pooled_from[row] < end else 0
+            spans = spans_of(skipped, end - start, item.options.chunk_tokens)
+            starts = tuple(start + a for a, _ in spans)
+            ends = tuple(start + b for _, b in spans)
+            pooled = pool(hidden, Segments(starts, ends, (0,) * len(spans)), "mean")
+            vectors = self.dense(pooled)
+            size, unit = self._size(batch, row, vectors.shape[1]), self._unit(batch, row)
+            ((_, part),) = finish(vectors, [size] * len(spans), [unit] * len(spans))
+            values = part.cpu().numpy()
+            good = bool(np.isfinite(values).all())
+            found[row] = (
+                ItemResult(multivector=values, spans=tuple(spans))
+                if good
+                else NonFinite("the model gave NaN or infinity for this item")
+            )
         return found
 
     def _sparse(

@@ -40,6 +40,7 @@ from .checks import check_request
 from .decoders import close_with_end_token
 from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
+from .long_texts import chunked
 from .pairs import N_SHARED, PairAssembler, PairPlan
 from .rerankers import rendered
 from .template import Template, learn_template
@@ -233,6 +234,19 @@ class TextEncoder:
         if self._is_empty(text, content, prompt_ids):
             return _empty(f"$.input[{index}]", index)
         n_around = self._template.n_single + len(plan.lead)
+        if len(content) + n_around > self.limit and _aggregates(plan.request):
+            n_prompt = 0 if prompt_ids is None else len(prompt_ids)
+            head = np.concatenate((self._template.prefix, plan.lead))
+            return chunked(
+                head,
+                content,
+                content[:n_prompt],
+                self._template.suffix,
+                limit=self.limit,
+                options=plan.options,
+                index=index,
+                pooled_from=0 if self.spec.include_prompt or not n_prompt else len(head) + n_prompt,
+            )
         cut = self._cut(content, self.limit - n_around, plan.request.truncate)
         if cut is None:
             return self._too_long(index, len(content) + n_around)
@@ -284,6 +298,9 @@ class TextEncoder:
         head = len(prefix) if np.array_equal(ids[: len(prefix)], prefix) else 0
         tail = len(suffix) if len(suffix) and np.array_equal(ids[-len(suffix) :], suffix) else 0
         body = ids[head : len(ids) - tail]
+        if _aggregates(plan.request):
+            ends = ids[:head], body, _NO_IDS, ids[len(ids) - tail :]
+            return chunked(*ends, limit=self.limit, options=plan.options, index=index)
         cut = self._cut(body, self.limit - head - tail, plan.request.truncate)
         if cut is None:
             return self._too_long(index, len(ids))
@@ -379,6 +396,10 @@ def _empty(path: str, index: int) -> EmptyInput:
         path=path,
         items=(index,),
     )
+
+
+def _aggregates(request: AnyRequest) -> bool:
+    return isinstance(request, EmbedRequest) and request.aggregate is not None
 
 
 def _reraise_unless_fault(error: BaseException) -> None:

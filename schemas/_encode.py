@@ -89,6 +89,8 @@ def request_to_wire(request: AnyRequest) -> dict[str, Any]:
     if isinstance(request, EmbedRequest):
         _put(wire, "dimensions", request.dimensions)
         _put(wire, "normalize", request.normalize)
+        _put(wire, "aggregate", request.aggregate)
+        _put(wire, "chunk_tokens", request.chunk_tokens)
         if request.outputs:
             wire["outputs"] = list(request.outputs)
         if request.dtype != "float32":
@@ -203,6 +205,8 @@ def item_to_wire(
             wire["multivector"] = [
                 _vector(vector, reply, content_type, encoding) for vector in item.multivector
             ]
+        if item.spans is not None:
+            wire["spans"] = [list(span) for span in item.spans]
         if item.scales is not None:
             wire["scales"] = [_finite(scale) for scale in item.scales]
         if item.scores is not None:

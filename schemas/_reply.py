@@ -34,6 +34,7 @@ class _Item(msgspec.Struct):
     sparse: Sparse | None = None
     multivector: list[Any] | None = None
     scales: list[float] | None = None
+    spans: list[tuple[int, int]] | None = None
     scores: dict[str, float] | None = None
     relevance_score: float | None = None
     id: str | None = None
@@ -142,6 +143,7 @@ def _item(item: _Item, dtype: DType, path: str) -> ItemReply:
             if item.multivector is None
             else [from_wire(vector, dtype) for vector in item.multivector],
             scales=item.scales,
+            spans=item.spans,
             scores=item.scores,
             relevance_score=item.relevance_score,
             id=item.id,

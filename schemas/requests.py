@@ -19,6 +19,7 @@ Truncate: TypeAlias = Literal["error", "right", "left"]
 Encoding: TypeAlias = Literal["bytes", "float", "base64"]
 DType: TypeAlias = Literal["float32", "float16", "int8", "binary"]
 Output: TypeAlias = Literal["dense", "sparse", "multivector"]
+Aggregate: TypeAlias = Literal["mean"]
 
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify", "score")
 LANES: tuple[Lane, ...] = ("interactive", "bulk")
@@ -104,9 +105,13 @@ class EmbedRequest(Request, frozen=True, kw_only=True):
 
     `outputs` empty (left out on the wire) means the model's own: dense where it has a dense vector,
     else sparse, else multivector.
+    `aggregate`: a text beyond the model's limit is cut into chunks whose vectors are averaged.
+    `chunk_tokens`: late chunking; one vector per span of at most so many tokens, from one forward.
     """
 
     input: tuple[Item, ...]
+    aggregate: Aggregate | None = None
+    chunk_tokens: int | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     outputs: tuple[Output, ...] = ()

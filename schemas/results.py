@@ -52,7 +52,8 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
     Vectors are little-endian bytes of the reply's `dtype` in memory; the codec writes them as the
     request's `encoding` asks. `multivector` holds one such value per vector.
     `scale` is given with int8: component = integer * scale; `scales` holds the same for each vector
-    of `multivector`.
+    of `multivector`. `spans` holds the tokens [from, to) that each of them was pooled from, when the
+    request asked for `chunk_tokens`.
     `scores` maps label names to scores (classify); `relevance_score` is a float (rerank, score).
     """
 
@@ -62,6 +63,7 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
     sparse: Sparse | None = None
     multivector: list[bytes] | None = None
     scales: list[float] | None = None
+    spans: list[tuple[int, int]] | None = None
     scores: dict[str, float] | None = None
     relevance_score: float | None = None
     id: str | None = None

@@ -51,7 +51,8 @@ _RERANK: Final = frozenset({
 })  # fmt: skip
 FIELDS_OF_TASK: Final[dict[str, frozenset[str]]] = {
     "embed": _COMMON
-    | {"input", "dimensions", "normalize", "outputs", "dtype", "prompt_name", "prompt"},
+    | {"input", "dimensions", "normalize", "outputs", "dtype", "prompt_name", "prompt"}
+    | {"aggregate", "chunk_tokens"},
     "classify": _COMMON | {"input", "raw_scores", "prompt_name", "prompt"},
     "rerank": _COMMON | _RERANK,
     "score": _COMMON | (_RERANK - {"top_n", "sort"}),
@@ -301,6 +302,12 @@ def _top_n(value: Any, path: str, limits: Limits) -> int:
     return value
 
 
+def _chunk_tokens(value: Any, path: str, limits: Limits) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        refuse("a whole number of tokens from 1", path)
+    return value
+
+
 def _dimensions(value: Any, path: str, limits: Limits) -> int:
     if type(value) is not int or value >= 2**63:
         refuse("a whole number", path)
@@ -346,6 +353,11 @@ def _need(values: dict[str, Any], name: str, task: str) -> Any:
 
 
 def _build_embed(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
+    if "aggregate" in values and values.get("truncate", "error") != "error":
+        raise InvalidRequest("aggregate cuts nothing off; leave out truncate", path="$.truncate")
+    for name in ("aggregate", "outputs"):
+        if "chunk_tokens" in values and name in values:
+            raise InvalidRequest(f"chunk_tokens and {name} exclude each other", path=f"$.{name}")
     values["input"] = read_input(_need(values, "input", "embed"), record, limits)
     return EmbedRequest(**values)
 
@@ -390,6 +402,8 @@ _CHECKS: Final[dict[str, _Check]] = {
     "instruction": _long_text,
     "sort": _bool,
     "dimensions": _dimensions,
+    "aggregate": _one_of("mean"),
+    "chunk_tokens": _chunk_tokens,
     "normalize": _bool,
     "outputs": _outputs,
     "encoding": _one_of("bytes", "float", "base64"),

@@ -112,7 +112,13 @@ def requests(draw):
         outputs = st.lists(
             st.sampled_from(["dense", "sparse", "multivector"]), unique=True, min_size=1
         )
-        common["outputs"] = tuple(draw(outputs))
+        long_texts = draw(st.sampled_from(["aggregate", "chunk_tokens", None]))
+        if long_texts == "chunk_tokens":
+            common["chunk_tokens"] = draw(st.integers(1, 2**31 - 1))
+        else:
+            common["outputs"] = tuple(draw(outputs))
+        if long_texts == "aggregate":
+            common |= {"aggregate": "mean", "truncate": "error"}
     else:
         common["raw_scores"] = draw(st.booleans())
     return kind(**common)
