@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import structlog
 from aiokafka import AIOKafkaProducer
@@ -90,8 +90,10 @@ class KafkaSink:
         self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
     ) -> None:
         bound_s = self._options.request_timeout_ms / 1000
+        timeout = asyncio.timeout(bound_s)
+        self._bounds.add(timeout)  # `aclose` brings it forward: no publish outlives its producer
         try:
-            async with self._bounded(bound_s):
+            async with timeout:
                 producer = await self._ready_producer()
                 if destination not in self._known_topics:
                     await self._find_topic(producer, destination)
@@ -127,6 +129,8 @@ class KafkaSink:
             if isinstance(error, _BROKEN_PRODUCER) or not (error.retriable or expired):
                 await self._discard(producer, error)
             raise PublishError(f"Kafka: {words(error)}", retryable=True) from None
+        finally:
+            self._bounds.discard(timeout)
         self._metrics.count("sink_records_total", transport="kafka")
 
     async def aclose(self) -> None:
@@ -135,18 +139,9 @@ class KafkaSink:
         producer, self._producer = self._producer, None
         if producer is not None:
             await self._stop(producer)
-        for timeout in self._bounds:
-            timeout.reschedule(asyncio.get_running_loop().time())
-
-    @contextlib.asynccontextmanager
-    async def _bounded(self, bound_s: float) -> AsyncIterator[None]:
-        """A time-out that `aclose` can bring forward: no publish outlives its producer."""
-        async with asyncio.timeout(bound_s) as timeout:
-            self._bounds.add(timeout)
-            try:
-                yield
-            finally:
-                self._bounds.discard(timeout)
+        for timeout in list(self._bounds):
+            with contextlib.suppress(RuntimeError):  # it is over already
+                timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _ready_producer(self) -> AIOKafkaProducer:
         if self._producer is not None:
