@@ -31,6 +31,17 @@ STOP_TIMEOUT_S = 6.0  # the packaged Kafka broker takes 5.0 s to honour SIGTERM
 MIN_JAVA = 17
 _POLL_S = 0.02
 _TAIL_BYTES = 2000
+_PORT_TRIES = 3
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past TIME_WAIT, as servers do
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 class LocalServerError(RuntimeError):
@@ -86,9 +97,28 @@ class LocalServer:
         """Start and wait until requests are answered. Raises `LocalServerError`."""
         if self.running:
             return
+        for attempt in range(_PORT_TRIES):
+            picked = not self.port
+            if picked:
+                self._pick_ports()
+            try:
+                await self._start_once()
+                return
+            except LocalServerError as error:
+                # Somebody else took the port between our look and the server's bind.
+                taken = "in use" in f"{error} {self.log_tail()}".lower()
+                if not (picked and taken) or attempt == _PORT_TRIES - 1:
+                    raise
+                self.port = 0
+
+    async def _start_once(self) -> None:
+        # A stranger on the port would answer the readiness probe in our server's place.
+        if not _is_free(self.host, self.port):
+            raise LocalServerError(
+                f"{self.label} cannot be started: port {self.port} is in use; stop what listens "
+                "there, or choose another port"
+            )
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        if not self.port:
-            self.port = self._pick_port()
         await self._prepare()
         command, environment = self._command()
         try:
@@ -195,8 +225,8 @@ class LocalServer:
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             return False
 
-    def _pick_port(self) -> int:
-        return free_port(self.host)
+    def _pick_ports(self) -> None:
+        self.port = free_port(self.host)
 
     async def _prepare(self) -> None:
         """What must be on disk before the start."""
@@ -245,7 +275,7 @@ class ApacheKafka(LocalServer):
                 f"no Apache Kafka in {self.home}: KAFKA_HOME must be the folder with libs/kafka_*.jar"
             )
         super().__init__(data_dir, port=port)
-        self.controller_port = free_port(self.host)
+        self.controller_port = free_port(self.host)  # known before the start, for `properties`
         self.properties = dict(properties or {})
         self._heap = tuple(heap)
 
@@ -273,6 +303,10 @@ class ApacheKafka(LocalServer):
         if process.returncode != 0:
             tail = output.decode("utf-8", "replace").strip()[-400:]
             raise LocalServerError(f"Apache Kafka's storage format failed: {tail}")
+
+    def _pick_ports(self) -> None:
+        super()._pick_ports()
+        self.controller_port = free_port(self.host)
 
     @property
     def _config(self) -> Path:

@@ -96,6 +96,25 @@ async def test_start_that_fails_is_explained() -> None:
     assert not server.data_dir.exists()
 
 
+@pytest.mark.redis
+async def test_taken_port_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that was free a moment ago and is not any more: the next one; a given port is kept."""
+    first, second = RedisServer(), RedisServer()
+    await first.start()
+    try:
+        offered = [first.port, first.port, local.free_port()]
+        monkeypatch.setattr(local, "free_port", lambda host: offered.pop(0))
+        await second.start()
+        assert offered == []
+        given = RedisServer(port=first.port)
+        with pytest.raises(LocalServerError, match="in use"):
+            await given.start()
+        given.close()
+    finally:
+        await second.stop()
+        await first.stop()
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No Java, an old Java, no jars, no wheel: one line with the remedy each."""
     with pytest.raises(LocalServerError, match="KAFKA_HOME must be the folder"):
