@@ -262,6 +262,21 @@ def test_a16_a18_decoder_classifiers(tmp_path: Path, family: str, problem: str) 
         assert np.abs(got - want.numpy()).max() <= 1e-5
 
 
+def test_a16_large_logits_stay_probabilities(tmp_path: Path) -> None:
+    """A16, trap 6: logits of tens of thousands give finite probabilities that sum to one."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_causal(tmp_path / "m", "qwen2", labels=3)
+    state = load_file(folder / "model.safetensors")
+    state["score.weight"] *= 2e4
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    runner = make_runner_factory("m", folder)()
+    raw = np.stack([o.scores for o in run(runner, TEXTS, ClassifyRequest, raw_scores=True)])
+    got = np.stack([o.scores for o in run(runner, TEXTS, ClassifyRequest)])
+    assert np.abs(raw).max() > 1e4 and np.isfinite(got).all()
+    assert np.abs(got.sum(1) - 1).max() <= 1e-6 and (got.argmax(1) == raw.argmax(1)).all()
+
+
 def test_label_tokens_classify(tmp_path: Path) -> None:
     """A causal language model as a classifier over vocabulary tokens, by their names."""
     import torch
@@ -342,3 +357,22 @@ def test_rope_by_length(tmp_path: Path, family: str, kind: str) -> None:
         got = np.stack([o.dense for o in scatter(batch, runner.forward(batch))])
         close(got, np.stack([want[i] for i in order]))
     assert any("crossed no window" in n for n in runner.info.notes) is False
+
+
+def test_rope_by_length_from_several_threads(tmp_path: Path) -> None:
+    """Executor threads share the rotary module; short and long items at once, each as if alone."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    folder = write_model(tmp_path / "m", "llama", pooling="lasttoken")
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    edit_json(folder / "config.json", rope_parameters=rope, max_position_embeddings=24)
+    runner = make_runner_factory("m", folder)()
+    requests = [
+        EmbedRequest(id="r", input=(TokenIds(tuple((7 * i + n) % 200 for i in range(n))),))
+        for n in (90, 5, 50, 24, 70, 25)
+    ]
+    packs = [pack(one.items) for one in runner.encoder.encode(requests)]
+    want = [runner.forward(batch)[0].dense.tobytes() for batch in packs]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda i: runner.forward(packs[i % 6])[0].dense.tobytes(), range(60)))
+    assert got == [want[i % 6] for i in range(60)]

@@ -189,3 +189,14 @@ def test_pad_token_at_the_end_of_a_classifiers_text(tmp_path: Path) -> None:
     runner = make_runner_factory("m", folder)()
     want = CrossEncoder(str(folder), device="cpu").predict([(QUERY, d) for d in DOCUMENTS[:4]])
     assert np.abs(scores(runner, DOCUMENTS[:4]) - want).max() <= 1e-5
+
+
+def test_a21_distinct_pairs_get_distinct_scores(tmp_path: Path) -> None:
+    """A21: 200 distinct pairs: no more ties than the fp32 model card code gives."""
+    folder = write_causal(tmp_path / "m")
+    runner = make_runner_factory("m", folder, rerank_template="qwen3", multi_item=True)()
+    documents = [f"document {i} of the {i % 7}th river" for i in range(200)]
+    got = np.concatenate([scores(runner, documents[i : i + 40]) for i in range(0, 200, 40)])
+    want = qwen3_card(folder, [(QUERY, d) for d in documents], None)
+    assert got.dtype == np.float32 and np.abs(got - want).max() <= 1e-5
+    assert len(np.unique(got)) >= len(np.unique(want))
