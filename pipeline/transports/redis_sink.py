@@ -31,28 +31,23 @@ from .redis_clients import close_client, make_client
 _PIPELINES = 2
 _BATCH_RECORDS = 128
 _BATCH_BYTES = 8 * 1024 * 1024
-_LEAD = object()
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """One publish: its commands, and the future that says `sent`, failed, or `_LEAD`."""
+    """One publish. `woken` is set when it was appointed to send (`leads`) or has its outcome."""
 
     commands: list[tuple[Any, ...]]
     size_bytes: int
-    turn: asyncio.Future[object] = field(default_factory=lambda: _new_future())
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     leads: bool = False
+    done: bool = False
+    gone: bool = False  # its publisher was cancelled: nobody would wake
+    error: PublishError | None = None
 
     def resolve(self, error: PublishError | None) -> None:
-        if not self.turn.done():
-            if error is None:
-                self.turn.set_result(None)
-            else:
-                self.turn.set_exception(error)
-
-
-def _new_future() -> asyncio.Future[object]:
-    return asyncio.get_running_loop().create_future()
+        self.done, self.error = True, error
+        self.woken.set()
 
 
 class RedisSink:
@@ -104,15 +99,20 @@ class RedisSink:
         self._queue.append(mine)
         self._appoint()
         try:
-            while await mine.turn is _LEAD:
-                mine.turn = _new_future()
-                await self._send_batch()
-                self._step_down(mine)
+            while not mine.done:
+                await mine.woken.wait()
+                mine.woken.clear()
+                if mine.leads and not mine.done:
+                    await self._send_batch()
+                    self._step_down(mine)
         finally:
+            mine.gone = True
             if mine in self._queue:
                 self._queue.remove(mine)
             if mine.leads:
                 self._step_down(mine)
+        if mine.error is not None:
+            raise mine.error
         self._metrics.count("sink_records_total", transport="redis")
 
     async def aclose(self) -> None:
@@ -125,10 +125,10 @@ class RedisSink:
         if self._leaders >= _PIPELINES:
             return
         for waiting in self._queue:
-            if not waiting.leads and not waiting.turn.done():
+            if not waiting.leads:
                 waiting.leads = True
                 self._leaders += 1
-                waiting.turn.set_result(_LEAD)
+                waiting.woken.set()
                 return
 
     def _step_down(self, mine: _Waiting) -> None:
@@ -149,7 +149,7 @@ class RedisSink:
             await self._write(batch)
         except BaseException:
             # Cancelled in between: whether it arrived is unknown, so the others send theirs again.
-            self._queue.extendleft(w for w in reversed(batch) if not w.turn.done())
+            self._queue.extendleft(w for w in reversed(batch) if not (w.done or w.gone))
             raise
 
     async def _write(self, batch: list[_Waiting]) -> None:
