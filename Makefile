@@ -58,6 +58,7 @@ check: $(DEV_STAMP)
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.engine $(ARGS)
+	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
