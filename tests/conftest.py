@@ -6,6 +6,7 @@ fails the run when no test with that marker ran at all: a green run then means t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: tests that send
+    # Ctrl-C to a child would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     required = [m for m in config.getoption("--require-servers").split(",") if m]
     unknown = [m for m in required if m not in _SERVER_MARKERS]
     if unknown:
