@@ -58,6 +58,16 @@ def _ranges(options: Any, ranges: dict[str, tuple[float, float]]) -> list[str]:
     return problems
 
 
+def _safe_repr(options: Any) -> str:
+    """As msgspec's own, with secrets masked: options end up in tracebacks and logs."""
+    shown = (
+        f"{name}={'***' if name in SECRET_FIELDS and value is not None else repr(value)}"
+        for name in options.__struct_fields__
+        for value in [getattr(options, name)]
+    )
+    return f"{type(options).__name__}({', '.join(shown)})"
+
+
 def _prefix_problems(prefixes: Iterable[str]) -> list[str]:
     found = list(prefixes)
     if not found:
@@ -133,6 +143,9 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     ssl_password: str | None = None
     ssl_check_hostname: bool = True
+
+    def __repr__(self) -> str:
+        return _safe_repr(self)
 
     def check(self) -> list[str]:
         """One line per contradiction, each naming its settings; empty when all is well."""
@@ -283,6 +296,9 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A request may name only a `reply_to` that starts with one of these."""
     refuse_destinations: tuple[str, ...] = ()
     """Names that no `reply_to` may have though a prefix allows them: the sources of other routes."""
+
+    def __repr__(self) -> str:
+        return _safe_repr(self)
 
     @property
     def address(self) -> str:

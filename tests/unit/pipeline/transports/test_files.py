@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,46 @@ async def test_pipe_is_read_as_it_comes(tmp_path: Path) -> None:
             await transport.source.receive()
         await transport.source.aclose()
     await transport.sink.aclose()
+
+
+COPY = """
+import asyncio
+from actors.ports import NoMetrics, SourceClosed, SystemClock
+from pipeline.transports import open_transport, parse_url
+async def main():
+    transport = await open_transport(parse_url("-"), clock=SystemClock(), metrics=NoMetrics())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(transport.source.run())
+        try:
+            while True:
+                for delivery in await transport.source.receive():
+                    await transport.sink.publish("file:replies", "k", delivery.body, {})
+                    delivery.settle()
+        except SourceClosed:
+            await transport.source.aclose()
+    await transport.sink.aclose()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+async def test_standard_input_to_standard_output(tmp_path: Path, kind: str) -> None:
+    """`-` in both directions, from a pipe and from a redirected file."""
+    lines = b"".join(b'{"id": "%d"}\n' % i for i in range(3000))
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(lines)
+    with path.open("rb") as redirected:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            COPY,
+            stdin=asyncio.subprocess.PIPE if kind == "pipe" else redirected,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])},
+        )
+    output, _ = await process.communicate(lines if kind == "pipe" else None)
+    assert process.returncode == 0
+    assert output == lines
 
 
 async def test_close_while_a_pipe_is_silent(tmp_path: Path) -> None:

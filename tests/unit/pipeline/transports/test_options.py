@@ -185,7 +185,12 @@ def test_any_text_is_options_or_a_value_error(text: str, scheme: str) -> None:
 
 def test_secrets_are_known() -> None:
     assert {"password", "sasl_password", "ssl_password"} <= SECRET_FIELDS
-    assert "s3cret" not in RedisOptions(host="h", password="s3cret").address
+    redis = RedisOptions(host="h", password="s3cret")
+    kafka = KafkaOptions(bootstrap="h:1", sasl_password="s3cret", ssl_password="s3cret")
+    assert "s3cret" not in redis.address
+    for options in (redis, kafka):
+        assert "s3cret" not in f"{options!r} {options}"
+        assert "password='***'" in repr(options) or "password=***" in repr(options)
 
 
 @pytest.mark.parametrize(
