@@ -92,9 +92,13 @@ def pick_sharing(
     elif isinstance(forward, RopePackedForward):
         reason = "its rotary positions depend on the longest item"
     else:
-        sharing = SharedPrefixForward(forward)
+        sharing = SharedPrefixForward(forward, spec.skipped_pad)
         reason = _differs(sharing, forward, probe_pack(batch, vocab_size))
     if reason is None:
+        notes.append(
+            "documents of one query share its computation; scores depend on their neighbours in the "
+            "last digits"
+        )
         return sharing
     notes.append(f"multi_item is off, items are scored one by one: {reason}")
     return None

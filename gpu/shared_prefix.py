@@ -19,7 +19,7 @@ from .attention import MultiItem, PackedContext
 from .batch import EncodedItem, PackedBatch, pack
 from .forward import PackedForward
 from .pairs import N_SHARED
-from .pooler import Segments
+from .pooler import Segments, segments_of
 
 MAX_JOINED = 4096
 """Tokens of a joined sequence: the SDPA backend masks it with a square of this size."""
@@ -34,11 +34,27 @@ class _Fused:
     n_shared: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where an item lies in the joined pack: its prefix from `prefix_at`, its own rows [start, end)."""
+
+    prefix_at: int
+    n_shared: int
+    start: int
+    end: int
+
+    def row_of(self, token: int) -> int:
+        """The joined row of the item's token number `token`."""
+        if token < self.n_shared:
+            return self.prefix_at + token
+        return self.start + token - self.n_shared
+
+
 class SharedPrefixForward:
     """Runs a pack with equal prefixes joined, through the packed forward's model."""
 
-    def __init__(self, packed: PackedForward) -> None:
-        self.packed = packed
+    def __init__(self, packed: PackedForward, skipped_pad: int | None = None) -> None:
+        self.packed, self.skipped_pad = packed, skipped_pad
 
     def states(self, batch: PackedBatch) -> tuple[torch.Tensor, Segments] | None:
         """Hidden states of the joined pack and where each row's own tokens lie in it; None when no two
@@ -58,8 +74,18 @@ class SharedPrefixForward:
         groups = _groups(batch) if groups is None else groups
         joined, multi_item, spans = _join(batch, groups)
         hidden, context = self.packed.run(joined, multi_item)
-        starts, ends = zip(*spans, strict=True)
-        return hidden, Segments(starts, ends, (0,) * batch.n_items), context
+        alone = segments_of(batch, self.skipped_pad)
+        last = None
+        if alone.last is not None:
+            read = zip(alone.last, alone.starts, spans, strict=True)
+            last = tuple(span.row_of(row - start) for row, start, span in read)
+        segments = Segments(
+            starts=tuple(span.start for span in spans),
+            ends=tuple(span.end for span in spans),
+            pooled_from=(0,) * batch.n_items,
+            last=last,
+        )
+        return hidden, segments, context
 
 
 def _groups(batch: PackedBatch) -> list[_Fused]:
@@ -93,11 +119,9 @@ def _bounded(batch: PackedBatch, rows: list[int], n_shared: int) -> list[tuple[i
     return [tuple(part) for part in parts]
 
 
-def _join(
-    batch: PackedBatch, groups: list[_Fused]
-) -> tuple[PackedBatch, MultiItem, list[tuple[int, int]]]:
-    """The joined pack, its item positions, and [start, end) of every row of `batch` in it."""
-    spans: dict[int, tuple[int, int]] = {}
+def _join(batch: PackedBatch, groups: list[_Fused]) -> tuple[PackedBatch, MultiItem, list[_Span]]:
+    """The joined pack, its item positions, and the place of every row of `batch` in it."""
+    spans: dict[int, _Span] = {}
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     lengths: list[int] = []
@@ -110,14 +134,14 @@ def _join(
         at += group.n_shared
         counted: list[int] = []
         if len(group.rows) == 1:
-            spans[group.rows[0]] = (begin, at)
+            spans[group.rows[0]] = _Span(begin, 0, begin, at)
         else:
             for row in group.rows:
                 own = batch.items[row].input_ids[group.n_shared :]
                 ids.append(own)
                 positions.append(np.arange(group.n_shared, group.n_shared + len(own)))
                 counted.extend(range(1, len(own) + 1))
-                spans[row] = (at, at + len(own))
+                spans[row] = _Span(begin, group.n_shared, at, at + len(own))
                 at += len(own)
         in_items.append(tuple(counted))
         lengths.append(at - begin)

@@ -11,7 +11,7 @@ import pytest
 from gpu.batch import pack, scatter
 from gpu.loader import make_runner_factory
 from schemas.requests import Document, RerankRequest, ScoreRequest
-from tests.support.models_decoders import write_causal
+from tests.support.models_decoders import END, write_causal
 
 DOCUMENTS = [
     "The capital of China is Beijing.", "Tokyo", "a river. " * 9, "x", "Tokyo", "\n two\nlines", "1 2 3",
@@ -46,13 +46,25 @@ def test_every_item_scores_as_if_alone(tmp_path: Path, family: str, template: st
     settings = SETTINGS[template]
     joined = make_runner_factory("m", folder, multi_item=True, **settings)()
     single = make_runner_factory("m", folder, **settings)()
-    assert not any("multi_item" in note for note in joined.info.notes)
+    assert not any("multi_item is off" in note for note in joined.info.notes)
     for kind in (RerankRequest, ScoreRequest):
         items = items_of(joined, "capital of China?", DOCUMENTS, kind)
         want = np.array([run(single, [item])[0] for item in items])
         got = run(joined, items)
         assert np.abs(got - want).max() <= 1e-5, (got, want)
     assert np.ptp(want) > 1e-3
+
+
+def test_a_classifier_reads_the_same_token_in_a_joined_sequence(tmp_path: Path) -> None:
+    """The last token that is not the pad token, where a prompt closes pairs with just that token."""
+    folder = write_causal(tmp_path / "m", labels=1)
+    template = f"{{query}}{{cut}}{{document}}{END}"
+    joined = make_runner_factory("m", folder, multi_item=True, rerank_template=template)()
+    single = make_runner_factory("m", folder, rerank_template=template)()
+    assert joined._sharing is not None
+    items = items_of(joined, "capital of China?", DOCUMENTS)
+    want = [run(single, [item])[0] for item in items]
+    assert np.abs(run(joined, items) - want).max() <= 1e-5
 
 
 def test_the_query_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
