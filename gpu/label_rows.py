@@ -16,7 +16,7 @@ import torch
 
 from .artifacts import ModelSpec
 from .faults import ModelLoadError
-from .pairs import LabelHead
+from .pair_prompts import LabelHead
 from .pooler import Segments, last_rows
 
 _HEAD = "lm_head.weight"

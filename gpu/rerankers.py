@@ -15,7 +15,7 @@ from typing import Any
 
 from .faults import ModelLoadError
 from .modules import read_json
-from .pairs import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
+from .pair_prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
 
 # Private-use characters: in no template, untouched by upper, trim and replace.
 _MARKS = {"instruction": "\ue000i\ue000", "query": "\ue000q\ue000", "document": "\ue000d\ue000"}

@@ -18,7 +18,7 @@ import torch
 from .attention import MultiItem, PackedContext
 from .batch import EncodedItem, PackedBatch, pack
 from .forward import PackedForward
-from .pairs import N_SHARED
+from .pair_prompts import N_SHARED
 from .pooler import Segments, segments_of
 
 MAX_JOINED = 4096

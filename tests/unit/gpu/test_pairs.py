@@ -10,7 +10,8 @@ import pytest
 
 from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import EncodedItem, EncodedRequest
-from gpu.pairs import PairAssembler, PairPrompt, pair_prompt
+from gpu.pair_prompts import PairPrompt, pair_prompt
+from gpu.pairs import PairAssembler
 from gpu.tokenizer import load_encoder
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import Document, RerankRequest
