@@ -300,7 +300,8 @@ class ModelRunner:
         notes = [*spec.notes, *loaded.notes]
         forward, finding = pick_forward(
             loaded, spec, batch, reference,
-            native=native, device=self.device, backends=self._backends, notes=notes,
+            native=native, device=self.device, notes=notes,
+            backends=speed.backends() if half else self._backends,
         )  # fmt: skip
         head = build_head(loaded.model, loaded.base, spec.family, config) if spec.head else None
         if spec.label_head is not None:

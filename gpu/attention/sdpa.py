@@ -54,12 +54,15 @@ class SdpaBackend:
     Args:
         group_equal_lengths: adjacent items of one length share a call. Costs no bit on CPU in fp32; off
             for batch-invariant results on CUDA, whose kernels may be chosen by batch size.
+        half_from: fp32 items of so many tokens and more go through the kernel in bfloat16, shorter ones
+            do not; None: none do. An item's own length decides, never its neighbours'.
     """
 
     name = "sdpa"
 
-    def __init__(self, *, group_equal_lengths: bool = True) -> None:
+    def __init__(self, *, group_equal_lengths: bool = True, half_from: int | None = None) -> None:
         self.group_equal_lengths = group_equal_lengths
+        self.half_from = half_from
 
     def refuses(self, kind: LayerKind, dtype: torch.dtype, device: torch.device) -> str | None:
         if not dtype.is_floating_point:
@@ -99,12 +102,20 @@ class SdpaBackend:
             or kind.softcap is not None
             or (bias is not None and bias.shape[-1] == total)
         )
+        half_from = self.half_from
+        if bias is not None or kind.softcap is not None or kind.windowed or kind.multi_item:
+            half_from = None
         for start, length, count, calls in plan.runs:
             n = 1 if single else count
             for first in range(start, start + count * length, n * length):
                 part_bias = None if bias is None else bias_slice(bias, total, first, length)
                 items_q, items_k, items_v = (_items(t, first, n, length) for t in (q, k, v))
-                parts.append(_attend(items_q, items_k, items_v, calls, kind, part_bias))
+                if half_from is not None and length >= half_from:
+                    items_q, items_k, items_v = (
+                        t.to(torch.bfloat16) for t in (items_q, items_k, items_v)
+                    )
+                out = _attend(items_q, items_k, items_v, calls, kind, part_bias)
+                parts.append(out.to(q.dtype))
         if not parts:
             return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

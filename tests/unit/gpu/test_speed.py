@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from gpu import linears, speed
 from gpu.artifacts import ModelLoadError
+from gpu.attention import LayerKind, PackLayout, SdpaBackend
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack
 from gpu.linears import PackedLinear, prepack
 from gpu.loader import make_runner_factory
@@ -121,3 +122,23 @@ def test_heads_stay_in_fp32(tmp_path: Path) -> None:
     parents = speed.half_parents(model, model.base)
     assert model.base in parents
     assert model not in parents and model.base.pooler not in parents
+
+
+@needs_bf16
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_items_own_length_decides_about_its_attention(causal: bool) -> None:
+    torch.manual_seed(1)
+    backend = SdpaBackend(half_from=8)
+    layer = LayerKind(causal, None, None, None, 0.25, 4, 2, 16)
+    lengths = (7, 8, 20)
+    layout = PackLayout.of(np.cumsum([0, *lengths]), CPU)
+    q, k, v = (torch.randn(sum(lengths), heads, 16) for heads in (4, 2, 2))
+    exact = SdpaBackend().run(q, k, v, SdpaBackend().plan(layout, layer, q.dtype))
+    got = backend.run(q, k, v, backend.plan(layout, layer, q.dtype))
+    assert got.dtype == torch.float32
+    assert torch.equal(got[:7], exact[:7])
+    assert not torch.equal(got[7:], exact[7:])
+    assert torch.cosine_similarity(got.flatten(1), exact.flatten(1)).min() > 0.9999
+    windowed = LayerKind(causal, 4, 4, None, 0.25, 4, 2, 16)
+    plan = backend.plan(layout, windowed, q.dtype)
+    assert torch.equal(backend.run(q, k, v, plan), SdpaBackend().run(q, k, v, plan))
