@@ -100,25 +100,34 @@ def make_stateless(base: nn.Module) -> int:
     for module in base.modules():
         rope_type = getattr(module, "rope_type", None)
         kinds = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
-        if kinds & {"dynamic", "longrope"} and hasattr(module, "original_inv_freq"):
-            _guard(module)
+        if kinds & {"dynamic", "longrope"}:
+            layers = list(rope_type) if isinstance(rope_type, dict) else []
+            _guard(module, ["", *(f"{layer}_" for layer in layers)])
             guarded += 1
     return guarded
 
 
-def _guard(module: nn.Module) -> None:
+def _guard(module: nn.Module, prefixes: list[str]) -> None:
+    """prefixes: of its frequency buffers; models with a RoPE per layer type have one for each."""
     m: Any = module
     lock = threading.Lock()
     inner = m.forward
-    scaling = getattr(m, "attention_scaling", None)
+    present = [prefix for prefix in prefixes if hasattr(m, f"{prefix}original_inv_freq")]
+    scaling = {
+        name: getattr(m, name)
+        for name in (f"{prefix}attention_scaling" for prefix in prefixes)
+        if hasattr(m, name)
+    }
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            m.register_buffer("inv_freq", m.original_inv_freq.clone(), persistent=False)
-            m.max_seq_len_cached = m.original_max_seq_len
-            if scaling is not None:
-                m.attention_scaling = scaling
+            for prefix in present:
+                original = getattr(m, f"{prefix}original_inv_freq")
+                m.register_buffer(f"{prefix}inv_freq", original.clone(), persistent=False)
+                setattr(m, f"{prefix}max_seq_len_cached", m.original_max_seq_len)
+            for name, value in scaling.items():
+                setattr(m, name, value)
             return inner(*args, **kwargs)
 
     m.forward = forward

@@ -193,6 +193,9 @@ def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: 
     pools = write_model(tmp_path / "p", "qwen3", pooling="lasttoken")
     with pytest.raises(ModelLoadError, match="this folder pools"):
         load_spec(pools, rerank_template="qwen3")
+    encoder_model = write_model(tmp_path / "e", "bert", labels=1)
+    with pytest.raises(ModelLoadError, match="for decoders"):
+        load_spec(encoder_model, rerank_template="qwen3")
     bare = write_model(tmp_path / "b", "qwen3", pooling=None)
     with pytest.raises(ModelLoadError, match="ForCausalLM"):
         load_spec(bare, rerank_template="qwen3")
