@@ -105,3 +105,9 @@ def kafka_server() -> Iterator[ServerInfo]:
 def redis_server() -> Iterator[ServerInfo]:
     """The session's Redis or Valkey server, by the ladder."""
     yield from redis_ladder()
+
+
+@pytest.fixture(scope="session")
+def packaged_kafka_server() -> Iterator[ServerInfo]:
+    """The broker that comes in a wheel, whatever else is there."""
+    yield from kafka_ladder(packaged=True)
