@@ -30,7 +30,7 @@ from .outputs_spec import (
     extra_outputs,
     prefixed_prompts,
 )
-from .pairs import LabelHead, PairPrompt
+from .pair_prompts import LabelHead, PairPrompt
 from .rerankers import declared_prompt, is_scorer, label_head
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
@@ -164,6 +164,19 @@ def load_spec(
             prompts=prompts,
             default_prompt_name=default_prompt_name,
         )
+    from .vision_spec import load_vision_spec, vision_family
+
+    if (found := vision_family(folder)) is not None:
+        return load_vision_spec(
+            folder,
+            *found,
+            pooling=pooling,
+            max_tokens=max_tokens,
+            matryoshka_dimensions=matryoshka_dimensions,
+            prompts=prompts,
+            default_prompt_name=default_prompt_name,
+            causal=causal,
+        )
     modules = read_modules(folder)
     transformer = modules.transformer
     config = read_json(transformer / "config.json", required=True)
@@ -204,6 +217,11 @@ def load_spec(
         )
     if common.get("pairs") is not None:
         common["default_prompt_name"] = None  # it is the prompt's instruction
+        if not family.causal:
+            raise ModelLoadError(
+                f"{folder}: a rerank prompt is for decoders; {model_type} reads a pair as its tokenizer "
+                "joins it"
+            )
     if common.get("label_head") is not None:
         answer = _label_fields(folder, family, config, st_config, common["label_head"])
     elif (is_scorer(architecture) or is_reward(architecture)) and not modules.pooling:

@@ -193,6 +193,7 @@ class ModelInfo:
     labels: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()  # names
     default_prompt_name: str | None = None
+    modalities: tuple[str, ...] = ("text",)  # what an item may hold
     packed: bool = True  # False: length-bucketed padding through the same seam
     attention: str = "sdpa"  # backend, shown by `check`
     linears: str = "torch"  # "onednn-prepacked" or "torch"

@@ -117,6 +117,15 @@ _ROWS = (
 
 FAMILIES: dict[str, Family] = {row.model_type: row for row in _ROWS}
 
+VISION_FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        Family("clip", head=None, causal=True),  # the text tower is causal
+        _decoder("qwen2_vl", head=None),
+    )
+}
+"""Models that take images, see `gpu.vision_spec`."""
+
 
 def position_offset(family: Family, pad_token_id: int | None) -> int:
     """What to add to positions that start at 0. RoBERTa's rule: pad_token_id + 1 (pad 1 there)."""

@@ -62,6 +62,8 @@ def fingerprint_of(
     for name in ("pairs", "label_head", "causal"):  # only some models have these
         if meaning.get(name) is not None:
             parts[name] = repr(meaning[name])
+    if meaning.get("vision") is not None:
+        parts["vision"] = meaning["vision"]
     for name in ("sparse", "multivector"):
         extra = meaning.get(name)
         if extra is not None:

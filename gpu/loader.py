@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .artifacts import ModelSpec, load_spec, resolve_folder
 from .batch import Runner
+from .families import VISION_FAMILIES
 from .faults import ModelLoadError
 from .static_spec import STATIC_TYPES
 
@@ -31,7 +32,8 @@ class ModelSettings:
     max_tokens: per item, overrides the folder. dtype: "auto", "float32", "bfloat16", "float16".
     device: "auto", "cpu", "cuda:0". attention, batch_invariant: see `gpu.attention.backends_for`.
     matryoshka_dimensions, pooling, default_prompt_name: override what the folder says; prompts are
-    added to the folder's, and override those of the same name. speed: see `gpu.speed`.
+    added to the folder's, and override those of the same name. max_image_bytes, max_image_pixels: of
+    one image, see `gpu.images`. speed: see `gpu.speed`.
     rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
     `gpu.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
     causal: whether a decoder attends to earlier tokens only, where the folder does not say.
@@ -55,6 +57,8 @@ class ModelSettings:
     prompts: Mapping[str, str] | None = None
     default_prompt_name: str | None = None
     prepack: bool = True
+    max_image_bytes: int = 16 * 1024 * 1024
+    max_image_pixels: int = 40_000_000
     speed: str = "off"
     rerank_template: str | None = None
     label_tokens: tuple[str, ...] | None = None
@@ -70,6 +74,9 @@ class ModelSettings:
             raise ModelLoadError(f'max_tokens = {limit!r} is not "auto" or 1 and more')
         if self.empty_input not in ("error", "embed"):
             raise ModelLoadError(f'empty_input = {self.empty_input!r} is not "error" or "embed"')
+        for name in ("max_image_bytes", "max_image_pixels"):
+            if getattr(self, name) < 1:
+                raise ModelLoadError(f"{name} = {getattr(self, name)!r} is not 1 and more")
         if self.speed not in ("off", "bf16", "int8"):
             raise ModelLoadError(f'speed = {self.speed!r} is not "off" or "bf16"')
 
@@ -113,6 +120,8 @@ class RunnerFactory:
         self._enter("importing")
         if spec.model_type in STATIC_TYPES:
             return self._static(spec)
+        if spec.model_type in VISION_FAMILIES:
+            return self._vision(spec)
         from .model_runner import ModelRunner, RunnerSettings
         from .tokenizer import load_encoder
 
@@ -148,6 +157,10 @@ class RunnerFactory:
         """A table of token vectors instead of a transformer."""
         from .static_runner import StaticRunner, load_static_encoder
 
+        if self.settings.speed != "off":
+            raise ModelLoadError(
+                f"model {self.name}: speed = {self.settings.speed!r}; a static model has nothing to speed up"
+            )
         self._enter("loading tokenizer")
         encoder = load_static_encoder(spec, empty_input=self.settings.empty_input)
         self._enter("loading weights")
@@ -159,6 +172,35 @@ class RunnerFactory:
             device=self.settings.device,
             dtype=self.settings.dtype,
             max_batch_tokens=None if budget == "auto" else budget,
+        )
+        self._enter("ready")
+        return runner
+
+    def _vision(self, spec: ModelSpec) -> Runner:
+        """A model that takes images."""
+        from .images import ImageLimits
+        from .model_runner import RunnerSettings
+        from .vision_encoder import load_vision_encoder
+        from .vision_runner import VisionRunner
+
+        self._enter("loading tokenizer")
+        limits = ImageLimits(self.settings.max_image_bytes, self.settings.max_image_pixels)
+        encoder = load_vision_encoder(spec, limits=limits, empty_input=self.settings.empty_input)
+        budget = self.settings.max_batch_tokens
+        runner = VisionRunner(
+            spec,
+            RunnerSettings(
+                name=self.name,
+                device=self.settings.device,
+                dtype=self.settings.dtype,
+                max_batch_tokens=None if budget == "auto" else budget,
+                allow_pickle=self.settings.allow_pickle,
+                prepack=self.settings.prepack,
+                attention=self.settings.attention,
+                batch_invariant=self.settings.batch_invariant,
+            ),
+            encoder,
+            on_phase=self._enter,
         )
         self._enter("ready")
         return runner

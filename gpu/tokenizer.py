@@ -28,6 +28,7 @@ from schemas.requests import (
     AnyRequest,
     ClassifyRequest,
     EmbedRequest,
+    Image,
     RerankRequest,
     Text,
     TokenIds,
@@ -41,7 +42,8 @@ from .decoders import close_with_end_token
 from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
 from .long_texts import chunked
-from .pairs import N_SHARED, PairAssembler, PairPlan
+from .pair_prompts import N_SHARED
+from .pairs import PairAssembler, PairPlan
 from .rerankers import rendered
 from .template import Template, learn_template
 
@@ -219,9 +221,7 @@ class TextEncoder:
             elif isinstance(item, TokenIds):
                 encoded = self._verbatim(plan, index, item.ids)
             else:
-                encoded = Unsupported(
-                    "this model takes no images", path=f"$.input[{index}]", items=(index,)
-                )
+                encoded = self._image(plan, index, item)
             items.append(encoded)
         # Ids are used as they came: a request of ids alone had no prompt put before it.
         return EncodedRequest(tuple(items), prompt=plan.prompt if plan.texts else None)
@@ -265,6 +265,9 @@ class TextEncoder:
             pooled_from=pooled_from,
             extras={} if plan.prompt_name is None else {"prompt_name": plan.prompt_name},
         )
+
+    def _image(self, plan: _Plan, index: int, item: Image) -> EncodedItem | EmbedstreamError:
+        return Unsupported("this model takes no images", path=f"$.input[{index}]", items=(index,))
 
     def _is_empty(self, text: str, content: Int32, prompt_ids: Int32 | None) -> bool:
         """No token comes from the text itself, and policy says that this is an error."""
@@ -433,7 +436,10 @@ def load_encoder(
     if spec.family.causal and (note := close_with_end_token(fast, spec.transformer)):
         spec = dataclasses.replace(spec, notes=(*spec.notes, note))
     if spec.pairs is not None:
-        spec = dataclasses.replace(spec, pairs=rendered(spec.pairs, outer))
+        told = f"pairs are written as the prompt {spec.pairs.name!r} says"
+        spec = dataclasses.replace(
+            spec, pairs=rendered(spec.pairs, outer), notes=(*spec.notes, told)
+        )
     if spec.label_head is not None:
         spec = dataclasses.replace(
             spec, label_head=spec.label_head.resolved(fast, int(spec.config["vocab_size"]))

@@ -118,6 +118,18 @@ class ModelSettings(Record, frozen=True, kw_only=True):
         Literal["error", "embed"],
         Meta(description="An empty text: answer `empty_input`, or embed its special tokens."),
     ] = "error"
+    max_image_bytes: Annotated[
+        int,
+        Meta(ge=1, le=1_073_741_824, description="Bytes of one image file, for models with images."),
+    ] = 16_777_216
+    max_image_pixels: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000_000,
+            description="Width times height of one image, checked before it is decoded.",
+        ),
+    ] = 40_000_000
     default_for: Annotated[
         tuple[Task, ...],
         Meta(description="Tasks this model answers when neither request nor route names a model."),

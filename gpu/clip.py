@@ -1,0 +1,116 @@
+"""CLIP: texts packed through the text tower, images through the vision tower, both projected.
+
+Who calls it: `gpu.vision_runner`.
+What must stay true: a text's vector is the projection of its last token (its end token), an image's that
+of the class token, as `CLIPModel.get_text_features` and `get_image_features` give them; on the CPU
+every image is a call of its own, so that its bits do not depend on how many came along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .artifacts import ModelSpec
+from .attention import NAME, AttentionBackend, AttentionError, packed_context
+from .batch import EncodedItem, PackedBatch, pack
+from .vision_encoder import PIXELS
+
+
+class ClipTowers:
+    """Implements `gpu.vision_runner.Towers`."""
+
+    modalities: tuple[str, ...] = ("text", "image")
+
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        device: torch.device,
+        backends: Sequence[AttentionBackend],
+    ) -> None:
+        self._model, self._spec, self._device = model, spec, device
+        self._backends = tuple(backends)
+        self._n_layers = int(model.config.text_config.num_hidden_layers)
+        self.attention: set[str] = set()
+        model.set_attn_implementation("sdpa")
+
+    def probes(self) -> list[EncodedItem]:
+        rng = np.random.default_rng(0)
+        config = self._model.config.text_config
+        top = int(config.vocab_size) - 1
+        # transformers takes the highest id for the end token where the config says 2, an old mistake.
+        end = top if int(config.eos_token_id) == 2 else int(config.eos_token_id)
+        items = []
+        for length in (1, 5, 5, min(17, self._spec.max_tokens), self._spec.max_tokens):
+            ids = rng.integers(0, top, size=length).astype(np.int32)
+            ids[ids == end] = (end + 1) % top
+            ids[-1] = end
+            items.append(EncodedItem(ids))
+        size = int(self._model.config.vision_config.image_size)
+        for _ in range(2):
+            pixels = rng.normal(size=(3, size, size)).astype(np.float32)
+            items.append(EncodedItem(np.zeros(3, np.int32), extras={PIXELS: pixels}))
+        return items
+
+    def reference(self, item: EncodedItem) -> torch.Tensor:
+        if PIXELS in item.extras:
+            return self._images([item])[0]
+        ids = torch.from_numpy(item.input_ids.astype(np.int64))[None].to(self._device)
+        out: torch.Tensor = self._model.get_text_features(input_ids=ids).pooler_output[0]
+        return out
+
+    def use_packed(self) -> None:
+        self._model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
+
+    def vectors(self, batch: PackedBatch) -> torch.Tensor:
+        images = [row for row, item in enumerate(batch.items) if PIXELS in item.extras]
+        texts = [row for row, item in enumerate(batch.items) if PIXELS not in item.extras]
+        found = torch.empty(
+            batch.n_items, int(self._spec.dimensions or 0), dtype=torch.float32, device=self._device
+        )
+        if images:
+            found[images] = self._images([batch.items[row] for row in images]).float()
+        if texts:
+            # `pack` is a stable sort and the rows are sorted already, so rows keep their order.
+            found[texts] = self._texts(pack([batch.items[row] for row in texts])).float()
+        return found
+
+    def _texts(self, batch: PackedBatch) -> torch.Tensor:
+        """[n_items, dimensions] in the compute dtype."""
+        if batch.n_tokens == 1:  # see `gpu.forward.PackedForward`
+            return self._texts(pack([*batch.items, *batch.items]))[:1]
+        tower = self._model.text_model
+        # The embeddings module refuses a pack that is longer than the position table: its two halves do not.
+        embeddings = tower.embeddings
+        states = embeddings.token_embedding(self._row(batch.input_ids))
+        states = states + embeddings.position_embedding(self._row(batch.positions))
+        with packed_context(batch, self._device, self._backends) as context:
+            states = tower.encoder(
+                inputs_embeds=states, attention_mask=None, is_causal=True
+            ).last_hidden_state
+        if context.calls != self._n_layers:
+            raise AttentionError(
+                f"attention was reached {context.calls} times in {self._n_layers} layers"
+            )
+        self.attention |= set(context.served_by.values())
+        ends = torch.from_numpy(batch.cu_seqlens[1:].astype(np.int64)).to(self._device) - 1
+        last = tower.final_layer_norm(states[0][ends])
+        out: torch.Tensor = self._model.text_projection(last)
+        return out
+
+    def _images(self, items: Sequence[EncodedItem]) -> torch.Tensor:
+        """[n_items, dimensions] in the compute dtype."""
+        per_call = 1 if self._device.type == "cpu" else len(items)
+        parts = []
+        for start in range(0, len(items), per_call):
+            pixels = np.stack([item.extras[PIXELS] for item in items[start : start + per_call]])
+            values = torch.from_numpy(pixels).to(self._device)
+            parts.append(self._model.get_image_features(pixel_values=values).pooler_output)
+        return torch.cat(parts)
+
+    def _row(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self._device)

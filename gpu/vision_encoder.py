@@ -1,0 +1,287 @@
+"""Requests with texts and images -> encoded items with pixels: CLIP's form and GME's.
+
+Who calls it: the tokenizer actor's thread, through `gpu.batch.Encoder`.
+What must stay true: decoding and resizing happen on this thread, never on the event loop or the
+device's; an image costs its patches in tokens, so that the token budget holds; preprocessing is the
+model folder's own (transformers' PIL processors, no torchvision); a text never becomes an image
+token, because control tokens are put in here and not found in texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
+from schemas.requests import AnyRequest, EmbedRequest, Image
+
+from .artifacts import ModelSpec
+from .batch import EncodedItem, Int32
+from .faults import ModelLoadError
+from .fingerprint import TOKENIZER_FILES
+from .images import ImageLimits, open_image, require_pillow
+from .tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
+from .vision_spec import CLIP
+
+PIXELS = "pixels"
+"""Key in `EncodedItem.extras`: float32, CLIP [3, height, width]; Qwen2-VL [n_patches, patch_size]."""
+GRID = "grid"
+"""Key: (1, rows, columns) of patches before merging, Qwen2-VL."""
+POSITIONS = "positions"
+"""Key: [3, n_tokens] int32, Qwen2-VL's time, row and column of each token."""
+
+GME_INSTRUCTION = "You are a helpful assistant."
+# gme_inference.py: min_image_tokens = 256, max_image_tokens = 1280, each 28 x 28 pixels.
+GME_MIN_PIXELS, GME_MAX_PIXELS = 256 * 28 * 28, 1280 * 28 * 28
+
+
+class _ImageEncoder(TextEncoder):
+    """What both have in common: opening images, and the folder's preprocessing."""
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Any, *, processor: Any, limits: ImageLimits,
+        empty_input: EmptyPolicy,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, tokenizer, token_types=False, empty_input=empty_input)
+        self._processor, self._limits = processor, limits
+
+    def _plan(self, request: AnyRequest, texts: list[str]) -> _Plan | EmbedstreamError:
+        if isinstance(request, EmbedRequest):
+            for name in ("aggregate", "chunk_tokens"):
+                if getattr(request, name) is not None:
+                    return Unsupported(f"this model cannot {name}", path=f"$.{name}")
+        return super()._plan(request, texts)
+
+    def _image(self, plan: _Plan, index: int, item: Image) -> EncodedItem | EmbedstreamError:
+        path = f"$.input[{index}]"
+        try:
+            picture = open_image(item.data, self._limits, path=f"{path}.image", index=index)
+            found = self._processor(images=picture, return_tensors="np")
+        except EmbedstreamError as error:
+            return error
+        except (ValueError, MemoryError) as error:
+            return InvalidRequest(
+                f"the image of item {index} cannot be resized for this model: {str(error)[:120]}",
+                path=f"{path}.image",
+                items=(index,),
+            )
+        return self._with_pixels(plan, index, item, found)
+
+    def _with_pixels(
+        self, plan: _Plan, index: int, item: Image, found: Any
+    ) -> EncodedItem | EmbedstreamError:
+        raise NotImplementedError
+
+
+class ClipEncoder(_ImageEncoder):
+    """A text or an image per item, each in its own tower; there is no joint vector."""
+
+    def _with_pixels(
+        self, plan: _Plan, index: int, item: Image, found: Any
+    ) -> EncodedItem | EmbedstreamError:
+        if item.text is not None:
+            return Unsupported(
+                "this model has one tower for text and one for images and no joint vector; send the "
+                "text and the image as two items",
+                path=f"$.input[{index}]",
+                items=(index,),
+            )
+        pixels = np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
+        vision = self._processor_config["vision_config"]
+        n_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+        # The ids stand for the patches and the class token: they are the item's cost, and unread.
+        return EncodedItem(
+            np.zeros(n_patches + 1, dtype=np.int32), plan.options, extras={PIXELS: pixels}
+        )
+
+    @property
+    def _processor_config(self) -> Any:
+        return {"vision_config": {"image_size": 224, "patch_size": 32} | dict(
+            self.spec.config.get("vision_config") or {}
+        )}  # fmt: skip
+
+
+class GmeEncoder(_ImageEncoder):
+    """GME's chat form: system instruction, one user turn of image and text, one end token at the end.
+
+    A request's prompt is the instruction. Template, default instruction and image sizes: the model's
+    published gme_inference.py.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Any, *, processor: Any, limits: ImageLimits,
+        empty_input: EmptyPolicy,
+    ) -> None:  # fmt: skip
+        self._ids = {token: tokenizer.token_to_id(token) for token in _CONTROL}
+        missing = sorted(token for token, found in self._ids.items() if found is None)
+        if missing:
+            raise ModelLoadError(f"{spec.transformer}: the tokenizer lacks {', '.join(missing)}")
+        super().__init__(
+            spec, tokenizer, processor=processor, limits=limits, empty_input=empty_input
+        )
+        config = spec.config
+        self._image_id = int(config["image_token_id"])
+        self._merge = int((config.get("vision_config") or {}).get("spatial_merge_size", 2))
+        self._role = self._words("user\n")
+        self._suffix = self._join(
+            "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "<|endoftext|>"
+        )
+
+    def _words(self, text: str) -> Int32:
+        content = self._content(text)
+        assert not isinstance(content, EmbedstreamError)
+        return content
+
+    def _join(self, *pieces: str) -> Int32:
+        """Control tokens by name, everything else tokenized on its own."""
+        parts = [
+            np.array([self._ids[piece]]) if piece in self._ids else self._words(piece)
+            for piece in pieces
+        ]
+        return np.concatenate(parts).astype(np.int32)
+
+    def _plan(self, request: AnyRequest, texts: list[str]) -> _Plan | EmbedstreamError:
+        try:
+            instruction = None
+            if isinstance(request, EmbedRequest):
+                instruction = super()._prompt(request)
+        except EmbedstreamError as error:
+            return error
+        plan = super()._plan(request, texts)
+        if isinstance(plan, _Plan):
+            plan.prompt = instruction
+        return plan
+
+    def _prompt(self, request: Any) -> str | None:
+        return None  # it is no part of the text: see `_around`
+
+    def _around(self, plan: _Plan) -> Int32:
+        instruction = GME_INSTRUCTION if plan.prompt is None else plan.prompt
+        return self._join(
+            "<|im_start|>", f"system\n{instruction}", "<|im_end|>", "\n", "<|im_start|>"
+        )
+
+    def _single(
+        self, plan: _Plan, index: int, text: str, content: Content, prompt_ids: Int32 | None
+    ) -> EncodedItem | EmbedstreamError:
+        if isinstance(content, EmbedstreamError):
+            return content
+        if self._is_empty(text, content, None):
+            return super()._single(plan, index, text, content, None)
+        head, body = self._role, content
+        if text[:1].isspace():  # it may merge with the line break before it
+            body = self._words(f"user\n{text}")
+            same = np.array_equal(body[: len(head)], head)
+            head, body = (head, body[len(head) :]) if same else (head[:0], body)
+        return self._item(plan, index, np.concatenate((self._around(plan), head)), body, {})
+
+    def _with_pixels(
+        self, plan: _Plan, index: int, item: Image, found: Any
+    ) -> EncodedItem | EmbedstreamError:
+        grid = tuple(int(n) for n in found["image_grid_thw"][0])
+        n_tokens = int(np.prod(grid)) // self._merge**2
+        text = self._content(item.text) if item.text else np.zeros(0, dtype=np.int32)
+        if isinstance(text, EmbedstreamError):
+            return text
+        start = self._join("<|vision_start|>")
+        head = np.concatenate(
+            (
+                self._around(plan),
+                self._role,
+                start,
+                np.full(n_tokens, self._image_id, dtype=np.int32),
+                self._join("<|vision_end|>"),
+            )
+        )
+        pixels = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        return self._item(plan, index, head, text, {PIXELS: pixels, GRID: grid})
+
+    def _item(
+        self, plan: _Plan, index: int, head: Int32, body: Int32, extras: dict[str, Any]
+    ) -> EncodedItem | EmbedstreamError:
+        room = self.limit - len(head) - len(self._suffix)
+        cut = self._cut(body, room, plan.request.truncate) if room >= min(1, len(body)) else None
+        if cut is None:
+            given = len(head) + len(body) + len(self._suffix)
+            return TooLong(
+                f"item {index} has {given} tokens with its image and its instruction, the model takes "
+                f"{self.limit}; images are never cut",
+                items=(index,),
+                given=given,
+                limit=self.limit,
+            )
+        ids = np.concatenate((head, cut, self._suffix)).astype(np.int32)
+        if extras:
+            extras = {
+                **extras,
+                POSITIONS: rope_positions(ids, self._image_id, [extras[GRID]], self._merge),
+            }
+        return EncodedItem(ids, plan.options, truncated=len(cut) < len(body), extras=extras)
+
+
+_CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>")
+
+
+def rope_positions(
+    ids: Int32, image_id: int, grids: Sequence[tuple[int, ...]], merge: int
+) -> Int32:
+    """[3, n_tokens]: time, row and column of each token, as transformers' `get_rope_index` numbers them.
+
+    Text counts up on all three; an image's tokens stand on its merged grid, and what follows goes on
+    after its longer side.
+    """
+    positions = np.zeros((3, len(ids)), dtype=np.int32)
+    at, following, left = 0, 0, list(grids)
+    while at < len(ids):
+        if ids[at] == image_id and left:
+            frames, rows, columns = left.pop(0)
+            shape = (frames, rows // merge, columns // merge)
+            places = np.indices(shape, dtype=np.int32).reshape(3, -1)
+            positions[:, at : at + places.shape[1]] = places + following
+            at += places.shape[1]
+            following += max(rows, columns) // merge
+        else:
+            positions[:, at] = following
+            at, following = at + 1, following + 1
+    return positions
+
+
+def load_vision_encoder(
+    spec: ModelSpec, *, limits: ImageLimits, empty_input: EmptyPolicy = "error"
+) -> TextEncoder:
+    """The folder's tokenizer and image preprocessing. Raises `ModelLoadError`."""
+    require_pillow()
+    from transformers import AutoTokenizer
+
+    if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+    try:
+        outer = AutoTokenizer.from_pretrained(str(spec.transformer), local_files_only=True)
+        processor = _processor(spec)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().split("\n")[0][:300]
+        raise ModelLoadError(f"{spec.transformer}: not usable: {first_line}") from error
+    made = ClipEncoder if spec.model_type == CLIP else GmeEncoder
+    return made(
+        spec, outer.backend_tokenizer, processor=processor, limits=limits, empty_input=empty_input
+    )
+
+
+def _processor(spec: ModelSpec) -> Any:
+    if spec.model_type == CLIP:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        return CLIPImageProcessorPil.from_pretrained(str(spec.transformer), local_files_only=True)
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+    )
+
+    return Qwen2VLImageProcessorPil.from_pretrained(
+        str(spec.transformer),
+        local_files_only=True,
+        size={"shortest_edge": GME_MIN_PIXELS, "longest_edge": GME_MAX_PIXELS},
+        min_pixels=None,
+        max_pixels=None,
+    )

@@ -1,0 +1,107 @@
+"""Reads the folder of a model that takes images: CLIP, and Qwen2-VL used for embeddings (GME).
+
+Who calls it: `gpu.artifacts.load_spec`, before it looks for a text model.
+What must stay true: JSON and hashes only, as in `gpu.artifacts`; what the folder does not say is the
+model's own published code, named here; other multimodal types are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .artifacts import ModelSpec, allowed_dimensions, read_prompts
+from .families import VISION_FAMILIES, Family
+from .faults import ModelLoadError
+from .fingerprint import fingerprint_of, weight_files
+from .modules import read_json
+
+PREPROCESSOR = "preprocessor_config.json"
+CLIP, QWEN2_VL = "clip", "qwen2_vl"
+GME_MAX_TOKENS = 1800  # gme_inference.py: max_length
+_QWEN_CONTROL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|endoftext|>",
+)
+
+
+def vision_family(folder: Path) -> tuple[Path, Family] | None:
+    """(folder of the transformer, row) of a model that takes images; None: it is another kind."""
+    entries = read_json(folder / "modules.json") or [{}]
+    where = folder / str(entries[0].get("path", ""))
+    if not (where / "config.json").is_file():
+        where = where / "0_CLIPModel" if (where / "0_CLIPModel").is_dir() else folder
+    family = VISION_FAMILIES.get(str(read_json(where / "config.json").get("model_type", "")))
+    return None if family is None else (where, family)
+
+
+def load_vision_spec(
+    folder: Path,
+    where: Path,
+    family: Family,
+    *,
+    pooling: str | None = None,
+    max_tokens: int | None = None,
+    matryoshka_dimensions: tuple[int, ...] | None = None,
+    prompts: Mapping[str, str] | None = None,
+    default_prompt_name: str | None = None,
+    causal: bool | None = None,
+) -> ModelSpec:
+    """As `gpu.artifacts.load_spec`. Raises `ModelLoadError`."""
+    config = read_json(where / "config.json", required=True)
+    if not weight_files(where):
+        raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
+    if not (where / PREPROCESSOR).is_file():
+        raise ModelLoadError(f"{where}: no {PREPROCESSOR}, which says how images are resized")
+    text = {**config, **(config.get("text_config") or {})}
+    is_clip = family.model_type == CLIP
+    if pooling not in (None, "last_token"):
+        raise ModelLoadError(f"{folder}: pooling = {pooling!r}; {family.model_type} has its own")
+    native = int(config.get("projection_dim", 512) if is_clip else text["hidden_size"])
+    limits = [int(text.get("max_position_embeddings", 77)), *([] if is_clip else [GME_MAX_TOKENS])]
+    length = read_json(where / "tokenizer_config.json").get("model_max_length")
+    if isinstance(length, int) and length > 0:
+        limits.append(length)
+    if max_tokens is not None and is_clip and max_tokens > limits[0]:
+        raise ModelLoadError(f"max_tokens = {max_tokens}: the model takes 1 to {limits[0]}")
+    st_config = read_json(folder / "config_sentence_transformers.json")
+    common: dict[str, Any] = {
+        "folder": folder,
+        "transformer": where,
+        "architecture": str((config.get("architectures") or [""])[0]),
+        "model_type": family.model_type,
+        "family": family,
+        "config": {**text, "vocab_size": int(text["vocab_size"])},
+        "tasks": frozenset({"embed"}),
+        "head": False,
+        "max_tokens": max_tokens or min(limits),
+        "position_offset": 0,
+        "dimensions": native,
+        "pooling": "last_token",
+        "normalize": _normalizes(folder, default=not is_clip),
+        "allowed_dimensions": allowed_dimensions(config, native, matryoshka_dimensions),
+        "causal": causal,
+        **read_prompts(folder, st_config, prompts, default_prompt_name),
+    }
+    preprocessing = {"preprocessing": read_json(where / PREPROCESSOR)}
+    fingerprint = fingerprint_of(where, meaning=common | {"vision": preprocessing})
+    return ModelSpec(**common, fingerprint=fingerprint)
+
+
+def _normalizes(folder: Path, *, default: bool) -> bool:
+    """Whether vectors are normalised: as modules.json says, else as the model's published code does
+    (GME normalises, CLIP gives the projection as it is, and so does Sentence-Transformers)."""
+    entries = read_json(folder / "modules.json")
+    if not entries:
+        return default
+    kinds = [str(entry.get("type", "")).rsplit(".", 1)[-1] for entry in entries]
+    odd = [kind for kind in kinds[1:] if kind not in ("Normalize", "Pooling")]
+    if odd:
+        raise ModelLoadError(
+            f"{folder}: module {odd[0]} in modules.json is not supported for a model with images"
+        )
+    return "Normalize" in kinds or default
