@@ -213,6 +213,43 @@ def test_sliding_windows(tmp_path: Path, family: str) -> None:
     close(vectors(runner, texts), st(folder).encode(texts))
 
 
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        (
+            "llama",
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        ),
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_scaled_rope_that_does_not_depend_on_length(
+    tmp_path: Path, family: str, rope: dict[str, Any]
+) -> None:
+    """Llama 3.2's, and YaRN: one set of frequencies for all lengths; packs are not split."""
+    folder = write_model(tmp_path / "m", family, pooling="lasttoken")
+    rope = {**rope, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    edit_json(folder / "config.json", rope_parameters=rope)
+    runner = make_runner_factory("m", folder)()
+    assert runner.info.packed
+    texts = [*TEXTS, "a river and the sea " * 8]
+    close(vectors(runner, texts), st(folder).encode(texts))
+
+
+def test_a11_bidirectional_windows_follow_transformers(tmp_path: Path) -> None:
+    """A11: Qwen2 both ways with a window: transformers' masks reach one token farther than its window
+    argument says; the self-check sees it, and the model runs padded, as transformers computes it."""
+    folder = write_model(
+        tmp_path / "m", "qwen2", pooling="lasttoken", sliding_window=8,
+        use_sliding_window=True, max_window_layers=0,
+    )  # fmt: skip
+    edit_json(folder / "config.json", is_causal=False)
+    runner = make_runner_factory("m", folder)()
+    texts = [*TEXTS, "a river and the sea " * 8]
+    close(vectors(runner, texts), st(folder).encode(texts))
+
+
 # -- reward models and classifiers ------------------------------------------------------------
 
 
