@@ -21,7 +21,7 @@ from schemas.requests import Truncate
 
 from .batch import Int32
 from .faults import ModelLoadError
-from .pair_prompts import CUT, N_SHARED, SLOT, SLOTS, LabelHead, PairPrompt, check_slots  # noqa: F401
+from .pair_prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
 
 
 @dataclass(frozen=True, slots=True)
