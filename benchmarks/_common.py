@@ -1,8 +1,7 @@
 """What every benchmark here shares: the machine's facts, interleaved rounds, and the results' files.
 
 Who calls it: `benchmarks.engine`, `benchmarks.pipeline`, `benchmarks.load`.
-What must stay true: every contestant runs in every round, in an order that changes from round to
-round; a figure is a median over rounds, never the best of them; what other processes took of the machine meanwhile is
+What must stay true: every contestant runs in every round, in an order that changes all the time; a figure is a median over rounds, never the best of them; what other processes took of the machine meanwhile is
 measured and written beside it.
 """
 
@@ -96,26 +95,39 @@ def _busy_s() -> float:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], Any]],
+    contestants: Mapping[str, Sequence[Callable[[], Any]]],
     rounds: int,
     *,
     pids: Sequence[int] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[Sample]]:
-    """Every contestant once per round, in a new order each time."""
+    """Samples per contestant, one for each round.
+
+    contestants: the parts of each one's work. They take turns part by part, in an order that changes from
+        part to part, so that all of them meet the same neighbours on a busy machine.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
     order = list(contestants)
     shuffle = random.Random(0)
     for number in range(rounds):
-        shuffle.shuffle(order)
-        for name in order:
-            sample = timed(contestants[name], pids)
-            samples[name].append(sample)
+        taken: dict[str, list[Sample]] = {name: [] for name in contestants}
+        for part in range(max(len(parts) for parts in contestants.values())):
+            shuffle.shuffle(order)
+            for name in order:
+                taken[name].append(timed(contestants[name][part], pids))
+        for name, parts in taken.items():
+            samples[name].append(_sum(parts))
+            wall, others = samples[name][-1].wall_s, samples[name][-1].others
             say(
-                f"round {number + 1}/{rounds}  {name}: {sample.wall_s:.2f} s, others took "
-                f"{sample.others:.2f} cores"
+                f"round {number + 1}/{rounds}  {name}: {wall:.2f} s, others took {others:.2f} cores"
             )
     return samples
+
+
+def _sum(parts: Sequence[Sample]) -> Sample:
+    wall = sum(part.wall_s for part in parts)
+    others = sum(part.others * part.wall_s for part in parts) / wall
+    return Sample(wall, sum(part.cpu_s for part in parts), others)
 
 
 def median(values: Sequence[float]) -> float:

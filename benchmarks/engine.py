@@ -32,6 +32,7 @@ from pipeline.corpus import load_corpus
 from pipeline.models import resolve_model
 
 MODEL = "all-MiniLM-L6-v2"
+PARTS = 4  # of a set, between which the engines take turns
 COSINE = 0.99999  # of every fp32 peer with the first one; a different cut or pooling shows at once
 
 
@@ -52,17 +53,19 @@ def main() -> None:
     sections, data = [], {}
     for name, texts in sets.items():
         lengths = ours.lengths(texts)
-        work: dict[str, Callable[[], Any]] = {n: partial(e, texts) for n, e in engines.items()}
+        step = -(-len(texts) // PARTS)
+        parts = [texts[start : start + step] for start in range(0, len(texts), step)]
+        work = {name: [partial(e, part) for part in parts] for name, e in engines.items()}
         for engine in engines.values():
             engine(texts[:: max(1, len(texts) // 64)])
-        samples = interleave(work, arguments.rounds, say=print)
+        samples = interleave(work, arguments.rounds, say=partial(print, flush=True))
         section, numbers = _report(name, texts, lengths, samples, agreement)
         print(section)
         sections.append(section)
         data[name] = numbers
     title = f"Engine: {MODEL} in fp32, {corpus.name}"
     notes = (
-        f"{arguments.rounds} interleaved rounds, medians. embedstream: {ours.workers} workers of one thread, packs of "
+        f"{arguments.rounds} rounds in {PARTS} parts, engines taking turns part by part, medians of rounds. embedstream: {ours.workers} workers of one thread, packs of "
         f"{ours.info.max_batch_tokens} tokens, linears {ours.info.linears}. texts/s is wall time on a machine that others use "
         "too; texts per CPU-second counts only what the engine itself took (spinning threads "
         "included), so it hardly moves with the load. GFLOP/s is useful work per wall second."

@@ -264,7 +264,7 @@ def main() -> None:
                 for warm in work.values():
                     warm()
                 lane.seconds.clear()
-                samples = interleave(work, rounds, say=print)
+                samples = interleave({n: [w] for n, w in work.items()}, rounds, say=_say)
                 rows.append(_row(lane, n_items, count, samples))
                 data[f"{lane.name}, {n_items} a request"] = {
                     "requests": count, "inputs": count * n_items, "seconds": dict(lane.seconds),
@@ -282,6 +282,10 @@ def main() -> None:
     )
     print(table(header, rows))
     print(f"written to {path}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _lanes(names: list[str]) -> list[Lane]:
