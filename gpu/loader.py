@@ -183,6 +183,10 @@ class RunnerFactory:
         from .vision_encoder import load_vision_encoder
         from .vision_runner import VisionRunner
 
+        if self.settings.speed != "off":
+            raise ModelLoadError(
+                f"model {self.name}: speed = {self.settings.speed!r} is for text models; set it to off"
+            )
         self._enter("loading tokenizer")
         limits = ImageLimits(self.settings.max_image_bytes, self.settings.max_image_pixels)
         encoder = load_vision_encoder(spec, limits=limits, empty_input=self.settings.empty_input)
