@@ -430,6 +430,8 @@ def _info_as_dict(info: ModelInfo) -> dict[str, Any]:
         "max_tokens": info.max_tokens,
         "max_batch_tokens": info.max_batch_tokens,
         "dimensions": info.dimensions,
+        "allowed_dimensions": info.allowed_dimensions,
+        "outputs": sorted(info.outputs),
         "pooling": info.pooling,
         "packed": info.packed,
         "attention": info.attention,

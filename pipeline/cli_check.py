@@ -145,7 +145,20 @@ def _model_plan(info: ModelInfo) -> str:
         + (f"; {info.dimensions} dimensions" if info.dimensions else ""),
         f"max_tokens {info.max_tokens}; max_batch_tokens {info.max_batch_tokens}",
     ]
+    if info.outputs:
+        others = ", ".join(sorted(info.outputs - set(info.default_outputs)))
+        lines.append(
+            f"outputs {', '.join(info.default_outputs)}"
+            + (f"; on request {others}" if others else "")
+        )
+    if info.allowed_dimensions is not None:
+        lines.append(f"dimensions on request {_sizes(info.allowed_dimensions)}")
     return "\n".join(lines + [f"note: {note}" for note in info.notes])
+
+
+def _sizes(allowed: tuple[int, ...]) -> str:
+    whole = len(allowed) > 2 and allowed == tuple(range(allowed[0], allowed[-1] + 1))
+    return f"{allowed[0]} to {allowed[-1]}" if whole else ", ".join(map(str, allowed))
 
 
 def _models_of(settings: Settings, findings: Findings, route_name: str) -> str:

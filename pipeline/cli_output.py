@@ -247,8 +247,12 @@ def _short(text: str, width: int = 60) -> str:
 
 
 def _vector_head(item: ItemReply, dtype: DType) -> str:
+    if item.embedding is None and item.sparse is not None:
+        pairs = sorted(zip(item.sparse.values, item.sparse.indices, strict=True), reverse=True)
+        heaviest = ", ".join(f"{i}: {weight:.3f}" for weight, i in pairs[:3])
+        return f"{len(pairs)} weights" + (f"; heaviest {heaviest}" if pairs else "")
     if item.embedding is None:
-        return "(sparse)" if item.sparse is not None else "(multivector)"
+        return f"{len(item.multivector or ())} vectors, one per token"
     values = _as_array(item.embedding, dtype)
     head = " ".join(f"{v:.4f}" if values.dtype.kind == "f" else str(v) for v in values[:4])
     return f"{head} …" if len(values) > 4 else head
