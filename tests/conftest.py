@@ -51,6 +51,8 @@ class _RequireServers:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         wanted = [m for m in self.required if item.get_closest_marker(m)]
+        if item.get_closest_marker("real_kafka") and "real_kafka" not in self.required:
+            wanted = []  # no real Kafka was promised, whatever else the test is marked with
         if wanted and report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             if _SAME_SUITE in str(reason):
@@ -61,7 +63,7 @@ class _RequireServers:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Runs where the results are gathered: with xdist that is the controller.
-        if report.when == "call":
+        if report.when == "call" and not report.skipped:
             for marker in self.required:
                 if marker in report.keywords:
                     self.ran[marker] += 1

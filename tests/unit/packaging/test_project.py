@@ -146,17 +146,28 @@ def test_a():
 @pytest.mark.kafka
 def test_b():
     pass
+
+@pytest.mark.kafka
+@pytest.mark.real_kafka
+def test_c():
+    pytest.skip("no real Kafka")
 """
 
 
 @pytest.mark.parametrize(
     ("option", "reason", "status", "words"),
     [
-        ("", "no server", 0, "1 skipped"),
-        ("--require-servers=kafka", "no server", 0, "1 skipped"),
+        ("", "no server", 0, "2 skipped"),
+        ("--require-servers=kafka", "no server", 0, "2 skipped"),
         ("--require-servers=redis", "no server", 1, "was skipped: Skipped: no server"),
-        ("--require-servers=kafka", "has just run", 0, "1 skipped"),
-        ("--require-servers=real_kafka", "no server", 1, "no test with marker 'real_kafka' ran"),
+        ("--require-servers=redis,kafka", "has just run", 1, "no test with marker 'redis' ran"),
+        (
+            "--require-servers=kafka,real_kafka",
+            "no server",
+            1,
+            "was skipped: Skipped: no real Kafka",
+        ),
+        ("--require-servers=docker", "no server", 1, "no test with marker 'docker' ran"),
         ("--require-servers=nonsense", "no server", 4, "unknown markers"),
     ],
 )
