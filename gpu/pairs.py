@@ -100,6 +100,8 @@ class PairAssembler:
         self._tokenizer = tokenizer
         self._with = self._parse(prompt.template, bos)
         self._without = None if prompt.without is None else self._parse(prompt.without, bos)
+        if not any(mark in prompt.template for mark in (CUT, "{bos}")):
+            self._verify()
 
     # -- at load ------------------------------------------------------------------------------
 
@@ -137,6 +139,33 @@ class PairAssembler:
                 f"{self.prompt.name!r}, which needs {n_fixed}"
             )
         return layout
+
+    def _verify(self) -> None:
+        """A prompt without {cut} gives the ids of its text tokenized whole, control tokens parsed."""
+        sample = {"instruction": "find it", "query": "what is it?", "document": "It is one."}
+        texts: list[str] = []
+        plan = self.plan(
+            sample["query"],
+            [sample["document"]],
+            sample["instruction"] if self._with.takes_instruction else None,
+            texts,
+        )
+        contents = [self._ids(text) for text in texts]
+        limit, self.limit = self.limit, 1_000_000  # the sample may be longer than what is served
+        built = self.assemble(plan, [sample["document"]], contents, "error")
+        self.limit = limit
+        whole = SLOT.sub(lambda match: sample[match.group(1)], self.prompt.template)
+        literal = self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = False
+        expected = self._ids(whole)
+        self._tokenizer.encode_special_tokens = literal
+        one = built[0] if isinstance(built, list) else built
+        if isinstance(one, PairIds) and one.ids.tolist() == expected.tolist():
+            return
+        raise ModelLoadError(
+            f"the tokenizer joins texts across the control tokens of the prompt {self.prompt.name!r}; "
+            "set `rerank_template` with {cut} where it shall not"
+        )
 
     def _segments(self, piece: str) -> list[_Segment]:
         """Split at control tokens, each of which becomes a constant; so do literals without slots."""

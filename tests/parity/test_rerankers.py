@@ -122,6 +122,23 @@ def test_a15_a_folder_that_declares_itself_equals_cross_encoder(
     assert np.abs(told - want).max() > 1e-4
 
 
+def test_a13_the_folders_default_prompt_is_the_instruction(tmp_path: Path) -> None:
+    """A13: `default_prompt_name` of a CrossEncoder folder is what its chat template gets as system."""
+    from sentence_transformers import CrossEncoder
+
+    folder = as_cross_encoder(write_causal(tmp_path / "m"), true_id=257, false_id=259)
+    edit_json(
+        folder / "config_sentence_transformers.json",
+        prompts={"river": "Find the river."}, default_prompt_name="river",
+    )  # fmt: skip
+    runner = make_runner_factory("m", folder)()
+    plain = [d for d in DOCUMENTS if "<|" not in d]
+    want = CrossEncoder(str(folder), device="cpu").predict([(QUERY, d) for d in plain])
+    assert np.abs(scores(runner, plain) - want).max() <= 1e-5
+    told = scores(runner, plain, instruction="Find the river.")
+    assert told.tobytes() == scores(runner, plain).tobytes()
+
+
 def test_a15_a_converted_classifier_equals_cross_encoder(tmp_path: Path) -> None:
     """A15: Qwen3ForSequenceClassification with the pair written by the folder's chat template."""
     from sentence_transformers import CrossEncoder

@@ -270,3 +270,18 @@ def test_the_pair_prompt_changes_the_fingerprint(folder: Path) -> None:
     }
     assert len(names) == 3
     assert pair_prompt("qwen3").instruction == DEFAULT
+
+
+def test_a_tokenizer_that_joins_across_control_tokens_is_refused() -> None:
+    """SentencePiece-like tokenizers mark the beginning of a text; pieces would each get a mark."""
+    from tests.support.models import _unigram
+
+    tokenizer, _ = _unigram()
+    tokenizer.pre_tokenizer.prepend_scheme = "first"
+    with pytest.raises(ModelLoadError, match="joins texts across"):
+        PairAssembler(
+            PairPrompt("template", "<s>the {query}</s>{document}"),
+            tokenizer, bos=None, limit=60, allow_empty=False,
+        )  # fmt: skip
+    apart = PairPrompt("template", "<s>{cut}the {query}{cut}</s>{cut}{document}")
+    assert PairAssembler(apart, tokenizer, bos=None, limit=60, allow_empty=False).prompt == apart
