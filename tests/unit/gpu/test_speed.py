@@ -18,6 +18,8 @@ from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack
 from gpu.linears import PackedLinear, prepack
 from gpu.loader import make_runner_factory
 from tests.support.models import write_model
+from tests.support.models_outputs import write_static
+from tests.support.models_vision import write_clip
 
 CPU = torch.device("cpu")
 needs_bf16 = pytest.mark.skipif(
@@ -142,3 +144,10 @@ def test_an_items_own_length_decides_about_its_attention(causal: bool) -> None:
     windowed = LayerKind(causal, 4, 4, None, 0.25, 4, 2, 16)
     plan = backend.plan(layout, windowed, q.dtype)
     assert torch.equal(backend.run(q, k, v, plan), SdpaBackend().run(q, k, v, plan))
+
+
+@pytest.mark.parametrize("write", [write_static, write_clip])
+def test_models_that_have_no_such_products_refuse_it(tmp_path: Path, write: Any) -> None:
+    factory = make_runner_factory("m", write(tmp_path / "m"), speed="bf16")
+    with pytest.raises(ModelLoadError, match="speed"):
+        factory()
