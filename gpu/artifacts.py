@@ -164,8 +164,19 @@ def load_spec(
             prompts=prompts,
             default_prompt_name=default_prompt_name,
         )
+    from .latent_spec import is_nvembed, load_latent_spec
     from .vision_spec import load_vision_spec, vision_family
 
+    if is_nvembed(folder):
+        return load_latent_spec(
+            folder,
+            trust_remote_code=trust_remote_code,
+            pooling=pooling,
+            max_tokens=max_tokens,
+            matryoshka_dimensions=matryoshka_dimensions,
+            prompts=prompts,
+            default_prompt_name=default_prompt_name,
+        )
     if (found := vision_family(folder)) is not None:
         return load_vision_spec(
             folder,

@@ -103,18 +103,19 @@ def rope_limit(config: Mapping[str, Any]) -> int | None:
     return int(switch[1] * float(rope.get("factor") or 1.0))
 
 
-def close_with_end_token(tokenizer: Any, folder: Path) -> str | None:
+def close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) -> str | None:
     """Make the tokenizer end every text with its end token where the folder says so; the note, or None.
 
     `add_eos_token` in tokenizer_config.json was obeyed by transformers 4 and is dropped by version 5
     when there is a tokenizer.json (gte-Qwen2 relied on it, through a tokenizer class of its own). A
     tokenizer that closes texts already is left alone: the end token stands once.
+    always: the model's own code does it, whatever the tokenizer's files say (NV-Embed).
     """
     config = read_json(folder / "tokenizer_config.json")
     end = config.get("eos_token")
     end = end.get("content") if isinstance(end, Mapping) else end
     end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
-    if config.get("add_eos_token") is not True or end_id is None:
+    if not (always or config.get("add_eos_token") is True) or end_id is None:
         return None
     from tokenizers.processors import TemplateProcessing
 

@@ -110,6 +110,7 @@ _ROWS = (
     Family("eurobert", learned_positions=False, head="eurobert"),
     Family("deberta-v2", head="deberta", wrapper="deberta"),
     Family("rembert", head="pooler_classifier", wrapper="rembert"),
+    Family("nvembed", learned_positions=False, default_pooling="mean", head=None),
     _t5("t5"),
     _t5("mt5"),
     _t5("umt5"),

@@ -17,6 +17,8 @@ from torch import nn
 from .artifacts import ModelSpec
 from .decoders import is_reward
 from .faults import ModelLoadError
+from .latent_attention import load_nvembed
+from .latent_spec import NVEMBED
 from .pooler import refused_pickle
 from .rope import make_stateless
 from .wrappers import wrap
@@ -99,16 +101,20 @@ def load_model(
         auto = AutoModel  # the folder's own class, whole
     if spec.family.loads_as is not None:
         auto = getattr(transformers, spec.family.loads_as)
+    model: Any
     try:
-        model, report = auto.from_pretrained(
-            str(spec.transformer),
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=not pickled,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # so that the report names them; refused below
-            output_loading_info=True,
-        )
+        if spec.model_type == NVEMBED:
+            model, report = load_nvembed(spec, dtype)
+        else:
+            model, report = auto.from_pretrained(
+                str(spec.transformer),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=not pickled,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # so that the report names them; refused below
+                output_loading_info=True,
+            )
     except Exception as error:
         first_line = str(error).strip().split("\n")[0][:300]
         raise ModelLoadError(

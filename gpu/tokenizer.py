@@ -41,6 +41,7 @@ from .checks import check_request
 from .decoders import close_with_end_token
 from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
+from .latent_spec import NVEMBED
 from .long_texts import chunked
 from .pair_prompts import N_SHARED
 from .pairs import PairAssembler, PairPlan
@@ -245,7 +246,9 @@ class TextEncoder:
                 limit=self.limit,
                 options=plan.options,
                 index=index,
-                pooled_from=0 if self.spec.include_prompt or not n_prompt else len(head) + n_prompt,
+                pooled_from=0
+                if self.spec.include_prompt or not n_prompt
+                else self._after(len(head)) + n_prompt,
             )
         cut = self._cut(content, self.limit - n_around, plan.request.truncate)
         if cut is None:
@@ -257,7 +260,7 @@ class TextEncoder:
         if prompt_ids is not None and not self.spec.include_prompt:
             lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
             kept = min(max(len(prompt_ids) - lost, 0), len(cut))
-            pooled_from = len(self._template.prefix) + kept if kept else 0
+            pooled_from = self._after(len(self._template.prefix)) + kept if kept else 0
         return EncodedItem(
             ids,
             plan.options,
@@ -265,6 +268,10 @@ class TextEncoder:
             pooled_from=pooled_from,
             extras={} if plan.prompt_name is None else {"prompt_name": plan.prompt_name},
         )
+
+    def _after(self, n_prefix: int) -> int:
+        """Where a masked prompt is counted from: NV-Embed's code forgets the first token."""
+        return 0 if self.spec.model_type == NVEMBED else n_prefix
 
     def _image(self, plan: _Plan, index: int, item: Image) -> EncodedItem | EmbedstreamError:
         return Unsupported("this model takes no images", path=f"$.input[{index}]", items=(index,))
@@ -433,7 +440,10 @@ def load_encoder(
     fast = getattr(outer, "backend_tokenizer", None)
     if fast is None:
         raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
-    if spec.family.causal and (note := close_with_end_token(fast, spec.transformer)):
+    always = spec.model_type == NVEMBED
+    if (spec.family.causal or always) and (
+        note := close_with_end_token(fast, spec.transformer, always=always)
+    ):
         spec = dataclasses.replace(spec, notes=(*spec.notes, note))
     if spec.pairs is not None:
         told = f"pairs are written as the prompt {spec.pairs.name!r} says"

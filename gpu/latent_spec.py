@@ -1,0 +1,105 @@
+"""NV-Embed's folder: a bidirectional Mistral and a latent-attention block before the mean.
+
+Who calls it: `gpu.artifacts.load_spec`, before it looks for an ordinary text model; `gpu.loading`.
+What must stay true: JSON and hashes only. The folder names classes of its own; they are not run: what
+they compute is computed here (`gpu.latent_attention`), and only when the operator trusts that code,
+because nothing but that code says what the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .artifacts import ModelSpec, allowed_dimensions, read_prompts
+from .families import FAMILIES
+from .faults import ModelLoadError
+from .fingerprint import fingerprint_of, weight_files
+from .modules import read_json
+
+NVEMBED = "nvembed"
+# modeling_nvembed.py's LatentAttentionConfig.
+LATENT_DEFAULTS: dict[str, Any] = {
+    "num_latents_value": 512, "num_cross_heads": 8, "hidden_dim": 4096, "latent_dim": 4096,
+    "cross_dim_head": 4096, "output_normalize": True,
+}  # fmt: skip
+_MASKED_PROMPT = (
+    "with a prompt, its tokens but the last are left out of the mean, as in the folder's code"
+)
+
+
+def is_nvembed(folder: Path) -> bool:
+    """Whether the folder is NV-Embed's."""
+    return bool(read_json(folder / "config.json").get("model_type") == NVEMBED)
+
+
+def latent_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The block's sizes; what the folder does not say is the published default."""
+    given = config.get("latent_attention_config") or {}
+    return {name: given.get(name, default) for name, default in LATENT_DEFAULTS.items()}
+
+
+def load_latent_spec(
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    pooling: str | None = None,
+    max_tokens: int | None = None,
+    matryoshka_dimensions: tuple[int, ...] | None = None,
+    prompts: Mapping[str, str] | None = None,
+    default_prompt_name: str | None = None,
+) -> ModelSpec:
+    """As `gpu.artifacts.load_spec`. Raises `ModelLoadError`, without `trust_remote_code` always."""
+    if not trust_remote_code:
+        raise ModelLoadError(
+            f"{folder}: model type {NVEMBED!r} is defined by Python code in its folder "
+            "(modeling_nvembed.py); read it, then set `trust_remote_code = true` for this model"
+        )
+    config = read_json(folder / "config.json", required=True)
+    text = config.get("text_config") or {}
+    sizes = latent_config(config)
+    if pooling not in (None, "mean"):
+        raise ModelLoadError(
+            f"{folder}: pooling = {pooling!r}; NV-Embed is latent attention and a mean"
+        )
+    hidden = int(text.get("hidden_size") or 0)
+    if not hidden or hidden != sizes["hidden_dim"] or hidden != sizes["latent_dim"]:
+        raise ModelLoadError(
+            f"{folder}: text_config.hidden_size {hidden}, latent_attention_config hidden_dim "
+            f"{sizes['hidden_dim']} and latent_dim {sizes['latent_dim']} have to be equal"
+        )
+    if not weight_files(folder):
+        raise ModelLoadError(f"{folder}: no weights (model.safetensors) in the folder")
+    limits = [int(text.get("max_position_embeddings") or 32768)]
+    length = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    if isinstance(length, int) and length > 0:
+        limits.append(length)
+    st_config = read_json(folder / "config_sentence_transformers.json")
+    common: dict[str, Any] = {
+        "folder": folder,
+        "transformer": folder,
+        "architecture": str((config.get("architectures") or ["NVEmbedModel"])[0]),
+        "model_type": NVEMBED,
+        "family": FAMILIES[NVEMBED],
+        "config": {**text, "latent_attention_config": sizes},
+        "tasks": frozenset({"embed"}),
+        "head": False,
+        "max_tokens": max_tokens or min(limits),
+        "position_offset": 0,
+        "dimensions": hidden,
+        "pooling": "mean",
+        "include_prompt": not config.get("is_mask_instruction", True),
+        "normalize": bool(sizes["output_normalize"]),
+        "allowed_dimensions": allowed_dimensions(config, hidden, matryoshka_dimensions),
+        **read_prompts(folder, st_config, prompts, default_prompt_name),
+    }
+    notes = [
+        "trust_remote_code: the folder's own code is not run; what it computes is, natively",
+        "attention is bidirectional; latent attention before the mean",
+    ]
+    if not common["include_prompt"]:
+        notes.append(_MASKED_PROMPT)
+    return ModelSpec(
+        **common, notes=tuple(notes), fingerprint=fingerprint_of(folder, meaning=common)
+    )
