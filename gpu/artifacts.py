@@ -17,7 +17,7 @@ from typing import Any, cast
 from schemas.requests import Output, Task
 
 from .batch import Pooling
-from .decoders import attention_notes, check_folder_code, is_reward, rope_limit
+from .decoders import attention_notes, check_folder_code, is_reward, remote_family, rope_limit
 from .families import FAMILIES, Family, position_offset
 from .faults import ModelLoadError as ModelLoadError  # callers know it under this address
 from .fingerprint import fingerprint_of, weight_files
@@ -194,6 +194,8 @@ def load_spec(
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
     architecture = str((config.get("architectures") or [""])[0])
+    if family is None:
+        family = remote_family(folder, config, trust_remote_code=trust_remote_code)
     if family is None:
         raise ModelLoadError(
             f"{folder}: model type {model_type!r} ({architecture or 'no architecture named'}) is not "

@@ -43,6 +43,8 @@ def check_folder_code(
             f"{folder}: {architecture} exists only as code in the model folder; read that code, then "
             "set `trust_remote_code = true` for this model"
         )
+    if family.remote:
+        return ("trust_remote_code: Python code of the model folder runs in this process",)
     classifier = architecture.endswith("ForSequenceClassification")
     kind = "ForSequenceClassification" if classifier else ""
     remote = (config.get("auto_map") or {}).get(f"AutoModel{kind}")
@@ -61,6 +63,27 @@ def check_folder_code(
             "`trust_remote_code = true`"
         )
     return (f"the folder's own {name} is not run; transformers' class of that name is",)
+
+
+def remote_family(
+    folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
+) -> Family | None:
+    """A row for a model type that only the folder's code knows, when that code is trusted; None: the
+    folder has no code for it. Raises `ModelLoadError` when it has and is not trusted.
+
+    Nothing is assumed about it: pooling has to be named, a classification head is refused, and the
+    self-check decides whether it can run packed.
+    """
+    model_type = str(config.get("model_type", ""))
+    remote = (config.get("auto_map") or {}).get("AutoModel")
+    if remote is None:
+        return None
+    if not trust_remote_code:
+        raise ModelLoadError(
+            f"{folder}: model type {model_type!r} is defined by Python code in the model folder "
+            f"({remote}); read that code, then set `trust_remote_code = true` for this model"
+        )
+    return Family(model_type, learned_positions=False, head=None, remote=True)
 
 
 def attention_notes(config: Mapping[str, Any], family: Family, causal: bool | None) -> list[str]:

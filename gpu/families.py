@@ -48,6 +48,7 @@ class Family:
     mlm: recipe of the head of `*ForMaskedLM`, for SPLADE; None: such models are refused.
     padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
     wrapper: what `gpu.wrappers` changes so that it can; None: nothing has to be.
+    remote: no row of this table: its class is code in the model folder.
     loads_as: transformers class of an embedding model where AutoModel would give another one.
     """
 
@@ -59,6 +60,7 @@ class Family:
     causal: bool = False
     padded_because: str | None = None
     mlm: MlmRecipe | None = None
+    remote: bool = False
     wrapper: Wrapper | None = None
     loads_as: str | None = None
 
