@@ -50,7 +50,7 @@ def st(folder: Path) -> Any:
 
 
 def test_a01_a14_b16_e5_mistral(tmp_path: Path) -> None:
-    """A01, A14, B16, C: `<s> text </s>`, last token, instruction as a prompt; cut texts keep the end."""
+    """A01, A14, B16: `<s> text </s>`, last token, instruction as a prompt; cut texts keep the end."""
     prompt = "Instruct: find the passage\nQuery: "
     folder = write_model(
         tmp_path / "m", "mistral", pooling="lasttoken", prompts={"query": prompt}, sliding_window=None
@@ -86,7 +86,6 @@ def _replace_tokenizer(folder: Path, tokenizer: Any, names: dict[str, str]) -> N
     write_tokenizer(folder, tokenizer, names)
     import json
 
-    assert tokenizer.get_vocab_size() <= 10**6
     fields = json.loads(config.read_text())
     if fields["vocab_size"] < tokenizer.get_vocab_size():
         _grow_embeddings(folder, tokenizer.get_vocab_size())
@@ -270,7 +269,6 @@ def test_a16_a_reward_model_needs_its_code(tmp_path: Path) -> None:
     for raw in (False, True):
         got = [float(o.scores[0]) for o in run(runner, TEXTS, ClassifyRequest, raw_scores=raw)]
         assert np.abs(np.array(got) - want).max() <= 1e-5  # a reward is never squashed
-    # 2**20 outside [0, 1] is fine: the activation is the identity
     assert runner.spec.label_activation == "identity"
 
 
