@@ -238,13 +238,26 @@ def test_m3_says_what_it_can(m3: Any) -> None:
     assert encode(m3).items[0].options.outputs == ("dense",)
 
 
-def test_m3_drops_special_tokens_and_keeps_the_largest_weight(m3: Any) -> None:
-    items = encode(m3, ["kafka kafka kafka river", "☃ ☃"], outputs=("sparse",)).items
+def test_m3_drops_special_tokens_and_keeps_the_largest_weight(tmp_path: Path) -> None:
+    """Every token has a weight here, so only the rule can leave one out."""
+    folder = write_m3(tmp_path / "m")
+    state = torch.load(folder / "sparse_linear.pt", weights_only=True)
+    torch.save({**state, "bias": torch.full((1,), 20.0)}, folder / "sparse_linear.pt")
+    m3 = make_runner_factory("m", folder)()
+    items = encode(m3, ["kafka kafka kafka river", "☃ ☃ red"], outputs=("sparse",)).items
+    assert {0, 2} <= set(items[0].input_ids.tolist()) and 3 in items[1].input_ids
     for item, outcome in zip(items, forward(m3, items), strict=True):
         ids, weights = outcome.sparse
-        assert not {0, 1, 2, 3} & set(ids.tolist())
-        assert set(ids.tolist()) <= set(item.input_ids.tolist())
-        assert len(set(ids.tolist())) == len(ids) and (weights > 0).all()
+        assert ids.tolist() == sorted(set(item.input_ids.tolist()) - {0, 1, 2, 3})
+        assert (weights > 0).all()
+    batch = pack(items[:1])
+    with torch.inference_mode():
+        hidden = m3._forward(batch)
+    scores = (hidden @ state["weight"][0] + 20.0).numpy()
+    kafka = np.flatnonzero(batch.input_ids == np.bincount(batch.input_ids).argmax())
+    ids, weights = forward(m3, items[:1])[0].sparse
+    largest = weights[ids.tolist().index(int(batch.input_ids[kafka[0]]))]
+    assert len(kafka) == 3 and abs(largest - scores[kafka].max()) <= 1e-5
 
 
 def test_b09_m3_takes_8192_of_8194_positions(tmp_path: Path) -> None:
