@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
 from gpu.loader import make_runner_factory
-from gpu.outputs_spec import SpladeSpec
+from gpu.outputs_spec import LexicalSpec, SpladeSpec
 from gpu.pooler import segments_of
-from gpu.sparse import LOGIT_ELEMENTS_CPU, Splade
+from gpu.sparse import LOGIT_ELEMENTS_CPU, Lexical, Splade
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds
 from tests.support.models import edit_json, write_model
@@ -302,6 +302,23 @@ def test_m3_heads_are_read_without_running_anything(tmp_path: Path) -> None:
     (folder / "colbert_linear.pt").unlink()
     with pytest.raises(ModelLoadError, match="without its other half"):
         load_spec(folder)
+
+
+def test_a06_lexical_weights_of_1024_features_do_not_depend_on_the_row_count(
+    tmp_path: Path,
+) -> None:
+    """A06: torch's matrix-vector product rounds by the number of rows at this width; ours must not."""
+    generator = torch.Generator().manual_seed(0)
+    state = {"weight": torch.randn(1, 1024, generator=generator), "bias": torch.full((1,), 99.0)}
+    torch.save(state, tmp_path / "sparse_linear.pt")
+    lexical = Lexical(LexicalSpec(tmp_path / "sparse_linear.pt", ()), 1024)
+    ids = np.arange(200, dtype=np.int32)
+    hidden = torch.randn(200, 1024, generator=generator)
+    ((_, together),) = lexical(hidden, pack([EncodedItem(ids)]), [0])  # type: ignore[misc]
+    for start, n in ((0, 1), (0, 2), (7, 3), (7, 5), (100, 17), (136, 64)):
+        part = pack([EncodedItem(ids[start : start + n])])
+        ((_, alone),) = lexical(hidden[start : start + n], part, [0])  # type: ignore[misc]
+        assert alone.tobytes() == together[start : start + n].tobytes()
 
 
 def test_m3_without_modules_uses_its_librarys_defaults(tmp_path: Path) -> None:
