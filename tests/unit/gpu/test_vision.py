@@ -17,6 +17,7 @@ from schemas.errors import EmbedstreamError, InvalidRequest, ItemTooLarge, TooLo
 from schemas.requests import EmbedRequest, Image, Text, TokenIds
 from tests.support.models import edit_json
 from tests.support.models_vision import SIZE, encoded, picture, write_clip, write_gme
+from tests.support.references import clip_reference, gme_reference
 
 TEXTS = ("a photo of the river", "kafka", "one two three four five six seven", "x")
 PICTURES = tuple(
@@ -86,25 +87,6 @@ def test_a06_a07_the_same_bytes_alone_and_in_any_batch(runners: Any, kind: str) 
 
 
 # --------------------------------------------------------------------------------------------- CLIP
-
-
-def clip_reference(folder: Path, text: str | None, data: bytes | None) -> np.ndarray:
-    """transformers' CLIPModel with the folder's tokenizer and PIL processor, one item at a time."""
-    import io
-
-    import torch
-    from PIL import Image as Pil
-    from transformers import AutoTokenizer, CLIPModel
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    model = CLIPModel.from_pretrained(folder).eval()
-    with torch.no_grad():
-        if text is not None:
-            ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
-            return model.get_text_features(ids["input_ids"]).pooler_output[0].numpy()
-        picture = Pil.open(io.BytesIO(data or b"")).convert("RGB")
-        pixels = CLIPImageProcessorPil.from_pretrained(folder)(picture, return_tensors="pt")
-        return model.get_image_features(**pixels).pooler_output[0].numpy()
 
 
 @pytest.mark.parametrize("legacy_end", [False, True])
@@ -178,45 +160,6 @@ def test_b04_texts_past_the_position_table_follow_the_policy(runners: Any) -> No
 
 
 # ---------------------------------------------------------------------------------------------- GME
-
-TEMPLATE = (
-    "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n"
-    "<|im_start|>assistant\n<|endoftext|>"
-)
-IMAGE_SLOT = "<|vision_start|>{image}<|vision_end|>"
-
-
-def gme_reference(
-    folder: Path, text: str | None, data: bytes | None, instruction: str
-) -> np.ndarray:
-    """gme_inference.py in words: one string with control tokens, last token, normalised."""
-    import io
-
-    import torch
-    from PIL import Image as Pil
-    from transformers import AutoTokenizer, Qwen2VLModel
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-        Qwen2VLImageProcessorPil,
-    )
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = Qwen2VLModel.from_pretrained(folder).eval()
-    content, more = text or "", {}
-    if data is not None:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(
-            folder, size={"shortest_edge": 256 * 784, "longest_edge": 1280 * 784},
-            min_pixels=None, max_pixels=None,
-        )  # fmt: skip
-        more = dict(processor(Pil.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"))
-        count = int(more["image_grid_thw"].prod()) // 4
-        content = IMAGE_SLOT.format(image="<|image_pad|>" * count) + content
-    ids = tokenizer(TEMPLATE.format(instruction=instruction, content=content), return_tensors="pt")
-    ids = ids["input_ids"]
-    if data is not None:
-        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    with torch.no_grad():
-        last = model(input_ids=ids, **more).last_hidden_state[0, -1]
-    return (last / last.norm()).numpy()
 
 
 @pytest.mark.parametrize(
