@@ -115,7 +115,7 @@ def resolve_folder(path: str, *, offline: bool = True, revision: str | None = No
         raise ModelLoadError(f"models path {path}: no such folder")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*/config.json", "*/*.safetensors"]
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*_linear.pt"]  # * also matches /
     try:
         return Path(
             snapshot_download(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu.artifacts import ModelLoadError, load_spec
+from gpu.artifacts import ModelLoadError, load_spec, resolve_folder
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
 from gpu.loader import make_runner_factory
 from gpu.outputs_spec import LexicalSpec, SpladeSpec
@@ -319,6 +319,25 @@ def test_a06_lexical_weights_of_1024_features_do_not_depend_on_the_row_count(
         part = pack([EncodedItem(ids[start : start + n])])
         ((_, alone),) = lexical(hidden[start : start + n], part, [0])  # type: ignore[misc]
         assert alone.tobytes() == together[start : start + n].tobytes()
+
+
+def test_a_hub_id_brings_the_extra_heads_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A10: without them a BGE-M3 would load as a dense model, and nobody would be told."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda path, **kwargs: asked.update(kwargs) or "/x"
+    )
+    resolve_folder("BAAI/bge-m3", offline=False)
+    wanted = {
+        "config.json", "1_Pooling/config.json", "model.safetensors", "sparse_linear.pt",
+        "colbert_linear.pt", "0_StaticEmbedding/tokenizer.json", "1_Dense/model.safetensors",
+        "sentencepiece.bpe.model",
+    }  # fmt: skip
+    files = [*wanted, "onnx/model.onnx", "pytorch_model.bin", "imgs/a.jpg"]
+    assert set(filter_repo_objects(files, allow_patterns=asked["allow_patterns"])) == wanted
 
 
 def test_m3_without_modules_uses_its_librarys_defaults(tmp_path: Path) -> None:
