@@ -31,12 +31,12 @@ from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
-from pipeline.health import HealthServer, HealthViews, Readiness, ReadinessInputs, readiness
+from pipeline.health import HealthServer, Readiness
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
 from pipeline.loading import LoadedModels, load_models
 from pipeline.settings import RouteSettings, Settings, route_options
-from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports import Transport, open_transport
+from pipeline.views import app_readiness, app_statistics, health_views
 from schemas.requests import LANES, TASKS, Task
 
 log = structlog.get_logger(__name__)
@@ -79,7 +79,7 @@ class App:
         self.table: InFlightTable | None = None
         self.coalescer: Coalescer | None = None
         self.supervisor: Supervisor | None = None
-        self.health = HealthServer(settings.health, self._health_views())
+        self.health = HealthServer(settings.health, health_views(self))
         self._serve_health = serve_health
         self._transports = transports
         self._runner_factories = runner_factories
@@ -357,46 +357,12 @@ class App:
     # --- looking in ------------------------------------------------------------------------------
 
     def readiness(self) -> Readiness:
-        """The verdict of `/ready`: phase, executor, sources, loop. No probe passes the queues."""
-        fatal = self.supervisor.fatal if self.supervisor is not None else None
-        inputs = ReadinessInputs(
-            phase=self.phase,
-            executors={} if self.executor is None else {"executor": self.executor.health()},
-            sources={route.name: route.source.status() for route in self.routes},
-            loop_lag_s=0.0 if self.housekeeping is None else self.housekeeping.loop_lag_s,
-            fatal=None if fatal is None else f"{type(fatal).__name__}: {fatal}",
-        )
-        return readiness(inputs, self.clock.monotonic(), self.settings.health)
-
-    def _health_views(self) -> HealthViews:
-        metrics = self.metrics
-        exposition = metrics.exposition if isinstance(metrics, PrometheusMetrics) else bytes
-        return HealthViews(self.readiness, self.statistics, exposition)
+        """The verdict of `/ready`."""
+        return app_readiness(self)
 
     def statistics(self) -> dict[str, Any]:
         """A snapshot for `/statistics`, the demo's summary and tests. Plain values."""
-        routes = {}
-        for route in self.routes:
-            status = route.source.status()
-            routes[route.name] = {
-                "connected": status.connected,
-                "detail": status.detail,
-                "in_flight": status.in_flight,
-                "buffered": status.buffered,
-            }
-        return {
-            "phase": self.phase,
-            "in_flight": len(self.table) if self.table is not None else 0,
-            "routes": routes,
-            "queued_tokens": self.coalescer.statistics() if self.coalescer is not None else {},
-            "executor": self.dispatcher.statistics() if self.dispatcher is not None else {},
-            "loop_lag_s": self.housekeeping.loop_lag_s if self.housekeeping is not None else 0.0,
-            "idle_with_work_s": (
-                self.housekeeping.idle_with_work_s if self.housekeeping is not None else 0.0
-            ),
-            "restarts": dict(self.supervisor.restarts) if self.supervisor is not None else {},
-            "models": {name: _info_as_dict(info) for name, info in self.models.items()},
-        }
+        return app_statistics(self)
 
 
 def _lane_budget(settings: Settings, lane: Any) -> LaneBudget:
@@ -418,26 +384,6 @@ def _packing_policy(settings: Settings, info: ModelInfo) -> PackingPolicy:
         max_reorder_items=settings.batching.max_reorder_items,
         group_lengths=not info.packed,
     )
-
-
-def _info_as_dict(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "fingerprint": info.fingerprint,
-        "architecture": info.architecture,
-        "dtype": info.dtype,
-        "device": info.device,
-        "tasks": sorted(info.tasks),
-        "max_tokens": info.max_tokens,
-        "max_batch_tokens": info.max_batch_tokens,
-        "dimensions": info.dimensions,
-        "allowed_dimensions": info.allowed_dimensions,
-        "outputs": sorted(info.outputs),
-        "pooling": info.pooling,
-        "packed": info.packed,
-        "attention": info.attention,
-        "linears": info.linears,
-        "notes": list(info.notes),
-    }
 
 
 def _bind(

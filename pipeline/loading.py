@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -131,10 +132,20 @@ async def _factory(
     name: str, model: ModelSettings, on_phase: Callable[[str], None]
 ) -> Callable[[], Runner]:
     on_phase(f"fetching model {name}")
+    abandoned = threading.Event()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if (
+            abandoned.is_set()
+        ):  # asked several times a second: a signal does not wait for a download
+            raise ModelFetchError("the download was abandoned because the service stops")
+
     try:
-        path = await asyncio.to_thread(resolve_model, model.path)
+        path = await asyncio.to_thread(resolve_model, model.path, progress=progress)
     except ModelFetchError as error:
         raise OperatorError(f"models.{name}.path: {error}") from error
+    finally:
+        abandoned.set()
     # Every setting of a model reaches the loader under its own name; "auto", None and an empty list
     # or table mean "as the model folder says" on both sides.
     given = {
@@ -151,8 +162,6 @@ async def _factory(
 async def _load(executor: ModelExecutor, name: str) -> Runner:
     try:
         return await asyncio.wrap_future(executor.load(name))
-    except asyncio.CancelledError:
-        raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise OperatorError(
