@@ -17,6 +17,7 @@ import torch
 from .artifacts import ModelSpec
 from .attention import NAME, AttentionBackend, AttentionError, packed_context
 from .batch import EncodedItem, PackedBatch, pack
+from .pixels import Pixels
 from .vision_encoder import PIXELS
 
 
@@ -35,6 +36,7 @@ class ClipTowers:
         self._model, self._spec, self._device = model, spec, device
         self._backends = tuple(backends)
         self._n_layers = int(model.config.text_config.num_hidden_layers)
+        self._pixels = Pixels(spec.config["preprocessing"], device)
         self.attention: set[str] = set()
         model.set_attn_implementation("sdpa")
 
@@ -52,7 +54,7 @@ class ClipTowers:
             items.append(EncodedItem(ids))
         size = int(self._model.config.vision_config.image_size)
         for _ in range(2):
-            pixels = rng.normal(size=(3, size, size)).astype(np.float32)
+            pixels = rng.integers(0, 256, size=(3, size, size), dtype=np.uint8)
             items.append(EncodedItem(np.zeros(3, np.int32), extras={PIXELS: pixels}))
         return items
 
@@ -108,7 +110,7 @@ class ClipTowers:
         parts = []
         for start in range(0, len(items), per_call):
             pixels = np.stack([item.extras[PIXELS] for item in items[start : start + per_call]])
-            values = torch.from_numpy(pixels).to(self._device)
+            values = self._pixels(pixels)
             parts.append(self._model.get_image_features(pixel_values=values).pooler_output)
         return torch.cat(parts)
 

@@ -18,6 +18,7 @@ import torch
 from .artifacts import ModelSpec
 from .attention import NAME, AttentionBackend, AttentionError, packed_context
 from .batch import EncodedItem, PackedBatch, pack
+from .pixels import Pixels
 from .vision_encoder import GRID, PIXELS, POSITIONS, rope_positions
 
 
@@ -39,6 +40,8 @@ class Qwen2VlTower:
         self._n_layers = int(config.text_config.num_hidden_layers)
         self._image_id = int(config.image_token_id)
         self._merge = int(config.vision_config.spatial_merge_size)
+        self._frames = int(config.vision_config.temporal_patch_size)
+        self._pixels = Pixels(spec.config["preprocessing"], device)
         self.attention: set[str] = set()
         causal = spec.causal if spec.causal is not None else spec.config.get("is_causal")
         if causal is not None:
@@ -49,9 +52,6 @@ class Qwen2VlTower:
         rng = np.random.default_rng(0)
         config = self._model.config
         vision = config.vision_config
-        n_values = (
-            vision.in_channels * vision.temporal_patch_size * vision.patch_size * vision.patch_size
-        )
         items = []
         for length, grid in ((1, None), (5, None), (17, None), (23, (1, 4, 4)), (11, (1, 2, 6))):
             ids = rng.integers(0, int(self._spec.config["vocab_size"]), size=length, dtype=np.int32)
@@ -64,7 +64,8 @@ class Qwen2VlTower:
             grid = (1, rows, columns)
             n_tokens = rows * columns // self._merge**2
             ids[2 : 2 + n_tokens] = self._image_id
-            pixels = rng.normal(size=(rows * columns, n_values)).astype(np.float32)
+            shape = (rows * columns, 3, vision.patch_size, vision.patch_size)
+            pixels = rng.integers(0, 256, size=shape, dtype=np.uint8)
             positions = rope_positions(ids, self._image_id, [grid], self._merge)
             items.append(
                 EncodedItem(ids, extras={PIXELS: pixels, GRID: grid, POSITIONS: positions})
@@ -77,7 +78,7 @@ class Qwen2VlTower:
         if PIXELS in item.extras:
             more = {
                 "mm_token_type_ids": (ids == self._image_id).int(),
-                "pixel_values": torch.from_numpy(item.extras[PIXELS]).to(self._device),
+                "pixel_values": self._patches(item),
                 "image_grid_thw": torch.tensor([item.extras[GRID]], device=self._device),
             }
         out: torch.Tensor = self._model(input_ids=ids, use_cache=False, **more).last_hidden_state
@@ -118,11 +119,15 @@ class Qwen2VlTower:
     def _features(self, item: EncodedItem) -> torch.Tensor:
         """[n_image_tokens, hidden_size]. One image per call: the tower's convolution takes its patches as
         a batch, and whose kernel may be chosen by how many there are."""
-        pixels = torch.from_numpy(item.extras[PIXELS]).to(self._device)
         grid = torch.tensor([item.extras[GRID]], device=self._device)
-        found = self._model.get_image_features(pixels, grid)
+        found = self._model.get_image_features(self._patches(item), grid)
         out: torch.Tensor = torch.cat(list(found.pooler_output))
         return out
+
+    def _patches(self, item: EncodedItem) -> torch.Tensor:
+        """[n_patches, 3 * frames * side * side] float32: the one frame of a picture, repeated."""
+        still = self._pixels(item.extras[PIXELS])[:, :, None]
+        return still.expand(-1, -1, self._frames, -1, -1).reshape(len(still), -1)
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self._device)

@@ -26,7 +26,8 @@ from .tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
 from .vision_spec import CLIP
 
 PIXELS = "pixels"
-"""Key in `EncodedItem.extras`: float32, CLIP [3, height, width]; Qwen2-VL [n_patches, patch_size]."""
+"""Key in `EncodedItem.extras`: uint8, resized; CLIP [3, height, width], Qwen2-VL [n_patches, 3, side,
+side]. `gpu.pixels` makes floats of it."""
 GRID = "grid"
 """Key: (1, rows, columns) of patches before merging, Qwen2-VL."""
 POSITIONS = "positions"
@@ -58,7 +59,9 @@ class _ImageEncoder(TextEncoder):
         path = f"$.input[{index}]"
         try:
             picture = open_image(item.data, self._limits, path=f"{path}.image", index=index)
-            found = self._processor(images=picture, return_tensors="np")
+            found = self._processor(
+                images=picture, return_tensors="np", do_rescale=False, do_normalize=False
+            )
         except EmbedstreamError as error:
             return error
         except (ValueError, MemoryError) as error:
@@ -88,7 +91,7 @@ class ClipEncoder(_ImageEncoder):
                 path=f"$.input[{index}]",
                 items=(index,),
             )
-        pixels = np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
+        pixels = np.ascontiguousarray(found["pixel_values"][0], dtype=np.uint8)
         vision = self._processor_config["vision_config"]
         n_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
         # The ids stand for the patches and the class token: they are the item's cost, and unread.
@@ -124,6 +127,9 @@ class GmeEncoder(_ImageEncoder):
         config = spec.config
         self._image_id = int(config["image_token_id"])
         self._merge = int((config.get("vision_config") or {}).get("spatial_merge_size", 2))
+        vision = config.get("vision_config") or {}
+        self._frames = int(vision.get("temporal_patch_size", 2))
+        self._side = int(vision.get("patch_size", 14))
         self._role = self._words("user\n")
         self._suffix = self._join(
             "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "<|endoftext|>"
@@ -195,7 +201,9 @@ class GmeEncoder(_ImageEncoder):
                 self._join("<|vision_end|>"),
             )
         )
-        pixels = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        # The processor repeats a still picture for every frame of a patch; one is enough to wait with.
+        patches = found["pixel_values"].reshape(int(np.prod(grid)), 3, self._frames, self._side, -1)
+        pixels = np.ascontiguousarray(patches[:, :, 0], dtype=np.uint8)
         return self._item(plan, index, head, text, {PIXELS: pixels, GRID: grid})
 
     def _item(

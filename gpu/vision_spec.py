@@ -75,7 +75,11 @@ def load_vision_spec(
         "architecture": str((config.get("architectures") or [""])[0]),
         "model_type": family.model_type,
         "family": family,
-        "config": {**text, "vocab_size": int(text["vocab_size"])},
+        "config": {
+            **text,
+            "vocab_size": int(text["vocab_size"]),
+            "preprocessing": read_json(where / PREPROCESSOR),
+        },
         "tasks": frozenset({"embed"}),
         "head": False,
         "max_tokens": max_tokens or min(limits),
@@ -87,8 +91,9 @@ def load_vision_spec(
         "causal": causal,
         **read_prompts(folder, st_config, prompts, default_prompt_name),
     }
-    preprocessing = {"preprocessing": read_json(where / PREPROCESSOR)}
-    fingerprint = fingerprint_of(where, meaning=common | {"vision": preprocessing})
+    fingerprint = fingerprint_of(
+        where, meaning=common | {"vision": common["config"]["preprocessing"]}
+    )
     return ModelSpec(**common, fingerprint=fingerprint)
 
 
