@@ -138,6 +138,10 @@ def extra_outputs(
         return ExtraOutputs(sparse=splade, dense=False)
     token_vectors = colbert_spec(folder, modules.transformer, modules, st_config)
     if token_vectors is not None:
+        if pooling is not None:
+            raise ModelLoadError(
+                f"{folder}: pooling = {pooling!r} on a ColBERT model, which has one vector per token"
+            )
         if token_vectors.dense[0].in_features != hidden_size:
             raise ModelLoadError(
                 f"{folder}: Dense {token_vectors.dense[0].folder.name} takes "

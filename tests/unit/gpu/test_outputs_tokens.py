@@ -146,6 +146,8 @@ def test_a10_module_lists_that_are_not_colbert_are_refused(tmp_path: Path) -> No
     edit_json(folder / "config_sentence_transformers.json", model_type=None)
     with pytest.raises(ModelLoadError, match=r"Dense.* not supported at this place"):
         load_spec(folder)
+    with pytest.raises(ModelLoadError, match="on a ColBERT model"):
+        load_spec(write_colbert(tmp_path / "p", style="pylate"), pooling="mean")
     odd = write_colbert(tmp_path / "n", style="st")
     edit_json(odd / "2_MultiVectorMask" / "config.json", keep_only_token_ids=[5])
     with pytest.raises(ModelLoadError, match="keep_only_token_ids"):

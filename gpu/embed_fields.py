@@ -1,0 +1,111 @@
+"""What a folder says about its vectors: outputs, pooling, Dense modules, sizes.
+
+Who calls it: `gpu.artifacts` for folders that embed; other readers of folders for `allowed_dimensions`.
+What must stay true: JSON only; a pooling or a size is read or set, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .families import Family
+from .faults import ModelLoadError
+from .modules import POOLINGS, Modules, pooling_name
+from .outputs_spec import extra_outputs
+
+
+def embed_fields(
+    folder: Path,
+    family: Family,
+    config: Mapping[str, Any],
+    modules: Modules,
+    pooling: str | None,
+    matryoshka: tuple[int, ...] | None,
+) -> dict[str, Any]:
+    """Fields of the `ModelSpec`; `pooling` and `matryoshka` are the settings' and win.
+
+    Raises `ModelLoadError` for what would have to be guessed.
+    """
+    extra = extra_outputs(
+        folder,
+        config,
+        modules,
+        pooling,
+        has_mlm_head=family.mlm is not None,
+        hidden_size=hidden_size(config),
+    )
+    notes = list(extra.notes)
+    if not extra.dense:
+        token_size = extra.multivector.dimensions if extra.multivector else None
+        return {
+            "tasks": frozenset({"embed"}),
+            "head": False,
+            "normalize": modules.normalize,
+            "allowed_dimensions": token_size and allowed_dimensions(config, token_size, matryoshka),
+            "sparse": extra.sparse,
+            "multivector": extra.multivector,
+            "notes": extra.notes,
+        }
+    pooling = extra.pooling if pooling is None and modules.pooling is None else pooling
+    if pooling is not None and pooling not in POOLINGS:
+        raise ModelLoadError(f"pooling = {pooling!r} is not one of cls, mean, last_token")
+    architecture = str((config.get("architectures") or [""])[0])
+    if modules.pooling is None and not modules.described and "For" in architecture:
+        raise ModelLoadError(
+            f"{folder}: {architecture} without modules.json has no known task; supported are "
+            "*ForSequenceClassification, base models, and Sentence-Transformers folders; for a "
+            'language model that reranks set `rerank_template = "qwen3"`, `"bge-gemma"` or a template'
+        )
+    if pooling is not None:
+        chosen = POOLINGS[pooling]
+    elif modules.pooling is not None:
+        chosen = pooling_name(folder, modules.pooling)
+    elif family.default_pooling is not None:
+        chosen = family.default_pooling
+        notes.append(f"the folder names no pooling; {chosen} is this family's")
+    else:
+        raise ModelLoadError(
+            f"{folder}: the folder names no pooling (no modules.json with a Pooling module); "
+            'set `pooling = "cls"`, `"mean"` or `"last_token"` for this model'
+        )
+    native = int(modules.dense[-1].out_features if modules.dense else hidden_size(config))
+    return {
+        "tasks": frozenset({"embed"}),
+        "head": False,
+        "pooling": chosen,
+        "include_prompt": bool((modules.pooling or {}).get("include_prompt", True)),
+        "dense": modules.dense,
+        "normalize": modules.normalize or extra.normalize,
+        "sparse": extra.sparse,
+        "multivector": extra.multivector,
+        "dimensions": native,
+        "allowed_dimensions": allowed_dimensions(config, native, matryoshka),
+        "notes": tuple(notes),
+    }
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """Width of the hidden states, under the name that the architecture gives it."""
+    for key in ("hidden_size", "dim", "d_model", "n_embd"):
+        if key in config:
+            return int(config[key])
+    raise ModelLoadError("config.json names no hidden_size")
+
+
+def allowed_dimensions(
+    config: Mapping[str, Any], native: int, override: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Sizes that a vector may be cut to, ascending, native included; None: the native one only."""
+    named = override if override is not None else config.get("matryoshka_dimensions")
+    if named:
+        bad = [d for d in named if not 0 < int(d) <= native]
+        if bad:
+            raise ModelLoadError(
+                f"matryoshka_dimensions {bad} are outside 1 to {native}, the model's vector size"
+            )
+        return tuple(sorted({*map(int, named), native}))
+    if config.get("is_matryoshka"):
+        return tuple(range(1, native + 1))
+    return None
