@@ -142,13 +142,17 @@ def write_static(
     """A Model2Vec folder, or the same table as a sentence-transformers StaticEmbedding (`st`)."""
     import numpy as np
     from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     folder.mkdir(parents=True, exist_ok=True)
     pieces = ["[PAD]", "[UNK]", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # As distilled models keep it from their teacher; static models must not use it.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[PAD] $A [PAD]", special_tokens=[("[PAD]", 0)]
+    )
     rng = np.random.default_rng(3)
     n_rows = len(pieces) // 2 if mapping else len(pieces)
     table = rng.standard_normal((n_rows, size)).astype(np.float32)
