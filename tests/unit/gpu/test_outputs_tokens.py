@@ -81,10 +81,8 @@ def test_normalize_off_gives_the_raw_projection(colbert: Any) -> None:
     assert np.abs(raw / norm - unit).max() <= 1e-6
 
 
-def test_a14_b18_the_prefix_is_one_token_behind_the_first_and_never_from_text(
-    colbert: Any,
-) -> None:
-    """A14, B18: "[Q] " is a token of its own, put there by the prompt; it survives every cut."""
+def test_a14_the_prefix_is_one_token_behind_the_first(colbert: Any) -> None:
+    """A14: "[Q] " is a token of its own, put there once by the prompt; it survives every cut."""
     tokenizer = colbert.encoder._tokenizer
     q, d = tokenizer.token_to_id("[Q] "), tokenizer.token_to_id("[D] ")
     plain = encode(colbert).items
