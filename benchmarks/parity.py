@@ -203,12 +203,12 @@ def qwen2_vl(root: Path) -> Measured:
     from tests.support.models_vision import encoded, picture, write_gme
     from tests.support.references import gme_reference
 
-    folder = write_gme(root / "gme")
+    folder = write_gme(root / "gme", gme=True)
     told = "You are a helpful assistant."
     data = encoded(picture(50, 40))
     inputs = [*map(Text, TEXTS), Image(data), Image(data, TEXTS[0])]
-    expected = [gme_reference(folder, text, None, told) for text in TEXTS]
-    expected += [gme_reference(folder, text, data, told) for text in (None, TEXTS[0])]
+    expected = [gme_reference(folder, text, None, told, gme=True) for text in TEXTS]
+    expected += [gme_reference(folder, text, data, told, gme=True) for text in (None, TEXTS[0])]
     return against(make_runner_factory("m", folder, device="cpu")(), inputs, expected)
 
 

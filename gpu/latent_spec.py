@@ -89,7 +89,10 @@ def load_latent_spec(
         "position_offset": 0,
         "dimensions": hidden,
         "pooling": "mean",
-        "include_prompt": not config.get("is_mask_instruction", True),
+        "include_prompt": not (
+            config.get("is_mask_instruction", True)
+            and config.get("padding_side", "right") == "right"
+        ),
         "normalize": bool(sizes["output_normalize"]),
         "allowed_dimensions": allowed_dimensions(config, hidden, matryoshka_dimensions),
         **read_prompts(folder, st_config, prompts, default_prompt_name),

@@ -9,6 +9,7 @@ token, because control tokens are put in here and not found in texts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from .faults import ModelLoadError
 from .fingerprint import TOKENIZER_FILES
 from .images import ImageLimits, open_image, require_pillow
 from .tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
-from .vision_spec import CLIP
+from .vision_spec import CLIP, GME, GME_IMAGE_TOKENS
 
 PIXELS = "pixels"
 """Key in `EncodedItem.extras`: uint8, resized; CLIP [3, height, width], Qwen2-VL [n_patches, 3, side,
@@ -34,8 +35,9 @@ POSITIONS = "positions"
 """Key: [3, n_tokens] int32, Qwen2-VL's time, row and column of each token."""
 
 GME_INSTRUCTION = "You are a helpful assistant."
-# gme_inference.py: min_image_tokens = 256, max_image_tokens = 1280, each 28 x 28 pixels.
-GME_MIN_PIXELS, GME_MAX_PIXELS = 256 * 28 * 28, 1280 * 28 * 28
+TOKEN_SIDE = 28  # pixels of an image token's square
+# gme_inference.py resizes to whole tokens first, within wide bounds; the processor does it again.
+FIRST_TOKENS = (4, 16384)
 
 
 class _ImageEncoder(TextEncoder):
@@ -58,7 +60,9 @@ class _ImageEncoder(TextEncoder):
     def _image(self, plan: _Plan, index: int, item: Image) -> EncodedItem | EmbedstreamError:
         path = f"$.input[{index}]"
         try:
-            picture = open_image(item.data, self._limits, path=f"{path}.image", index=index)
+            picture = self._resized(
+                open_image(item.data, self._limits, path=f"{path}.image", index=index)
+            )
             found = self._processor(
                 images=picture, return_tensors="np", do_rescale=False, do_normalize=False
             )
@@ -71,6 +75,10 @@ class _ImageEncoder(TextEncoder):
                 items=(index,),
             )
         return self._with_pixels(plan, index, item, found)
+
+    def _resized(self, picture: Any) -> Any:
+        """What happens to a picture before the folder's own preprocessing: nothing, mostly."""
+        return picture
 
     def _with_pixels(
         self, plan: _Plan, index: int, item: Image, found: Any
@@ -163,6 +171,11 @@ class GmeEncoder(_ImageEncoder):
     def _prompt(self, request: Any) -> str | None:
         return None  # it is no part of the text: see `_around`
 
+    def _resized(self, picture: Any) -> Any:
+        if not self.spec.config[GME]:
+            return picture
+        return picture.resize(whole_tokens(*picture.size))
+
     def _around(self, plan: _Plan) -> Int32:
         instruction = GME_INSTRUCTION if plan.prompt is None else plan.prompt
         return self._join(
@@ -222,14 +235,28 @@ class GmeEncoder(_ImageEncoder):
             )
         ids = np.concatenate((head, cut, self._suffix)).astype(np.int32)
         if extras:
+            grids = [] if self.spec.config[GME] else [extras[GRID]]
             extras = {
                 **extras,
-                POSITIONS: rope_positions(ids, self._image_id, [extras[GRID]], self._merge),
+                POSITIONS: rope_positions(ids, self._image_id, grids, self._merge),
             }
         return EncodedItem(ids, plan.options, truncated=len(cut) < len(body), extras=extras)
 
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>")
+
+
+def whole_tokens(width: int, height: int) -> tuple[int, int]:
+    """(width, height) in whole tokens, 4 to 16384 of them, the aspect about kept (gme_inference.py)."""
+    side, (fewest, most) = TOKEN_SIDE, (n * TOKEN_SIDE**2 for n in FIRST_TOKENS)
+    w, h = (max(side, round(n / side) * side) for n in (width, height))
+    if w * h > most:
+        beta = math.sqrt(width * height / most)
+        w, h = (math.floor(n / beta / side) * side for n in (width, height))
+    elif w * h < fewest:
+        beta = math.sqrt(fewest / (width * height))
+        w, h = (math.ceil(n * beta / side) * side for n in (width, height))
+    return w, h
 
 
 def rope_positions(
@@ -286,10 +313,16 @@ def _processor(spec: ModelSpec) -> Any:
         Qwen2VLImageProcessorPil,
     )
 
+    fewest, most = (
+        int(spec.config.get(name) or default) * TOKEN_SIDE**2
+        for name, default in zip(
+            ("min_image_tokens", "max_image_tokens"), GME_IMAGE_TOKENS, strict=True
+        )
+    )
     return Qwen2VLImageProcessorPil.from_pretrained(
         str(spec.transformer),
         local_files_only=True,
-        size={"shortest_edge": GME_MIN_PIXELS, "longest_edge": GME_MAX_PIXELS},
+        size={"shortest_edge": fewest, "longest_edge": most},
         min_pixels=None,
         max_pixels=None,
     )

@@ -19,14 +19,10 @@ from .modules import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"
-GME_MAX_TOKENS = 1800  # gme_inference.py: max_length
-_QWEN_CONTROL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|endoftext|>",
-)
+# gme_inference.py: max_length, min_image_tokens, max_image_tokens.
+GME_MAX_TOKENS, GME_IMAGE_TOKENS = 1800, (256, 1280)
+GME = "gme"
+"""Key in the config: the folder is GME's, see `_is_gme`."""
 
 
 def vision_family(folder: Path) -> tuple[Path, Family] | None:
@@ -62,7 +58,10 @@ def load_vision_spec(
     if pooling not in (None, "last_token"):
         raise ModelLoadError(f"{folder}: pooling = {pooling!r}; {family.model_type} has its own")
     native = int(config.get("projection_dim", 512) if is_clip else text["hidden_size"])
-    limits = [int(text.get("max_position_embeddings", 77)), *([] if is_clip else [GME_MAX_TOKENS])]
+    limits = [int(text.get("max_position_embeddings", 77))]
+    if not is_clip:
+        limits.append(int(config.get("max_length") or GME_MAX_TOKENS))
+    gme = not is_clip and _is_gme(where, config)
     length = read_json(where / "tokenizer_config.json").get("model_max_length")
     if isinstance(length, int) and length > 0:
         limits.append(length)
@@ -79,7 +78,9 @@ def load_vision_spec(
             **text,
             "vocab_size": int(text["vocab_size"]),
             "preprocessing": read_json(where / PREPROCESSOR),
+            GME: gme,
         },
+        "notes": (_SEQUENCE if gme else _GRID,) if not is_clip else (),
         "tasks": frozenset({"embed"}),
         "head": False,
         "max_tokens": max_tokens or min(limits),
@@ -91,10 +92,24 @@ def load_vision_spec(
         "causal": causal,
         **read_prompts(folder, st_config, prompts, default_prompt_name),
     }
-    fingerprint = fingerprint_of(
-        where, meaning=common | {"vision": common["config"]["preprocessing"]}
-    )
+    vision = {"preprocessing": common["config"]["preprocessing"], GME: gme}
+    fingerprint = fingerprint_of(where, meaning=common | {"vision": vision})
     return ModelSpec(**common, fingerprint=fingerprint)
+
+
+_SEQUENCE = "image tokens are numbered in one row, as GME's own code does, and not by their grid"
+_GRID = "image tokens are numbered by their grid (get_rope_index)"
+
+
+def _is_gme(where: Path, config: Mapping[str, Any]) -> bool:
+    """GME's published code gives its language model no positions, which transformers before 4.52 (which it
+    demands) numbers in one row, images included. Other Qwen2-VL folders get what their class computes.
+    """
+    names = [
+        str((config.get("architectures") or [""])[0]),
+        *map(str, (config.get("auto_map") or {}).values()),
+    ]
+    return any("Gme" in name for name in names) or (where / "gme_inference.py").is_file()
 
 
 def _normalizes(folder: Path, *, default: bool) -> bool:

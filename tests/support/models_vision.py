@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models import _bytes, write_tokenizer
+from tests.support.models import _bytes, edit_json, write_tokenizer
 
 SIZE, PATCH = 32, 8  # CLIP: 16 patches and the class token
 GME_CONTROL = (
@@ -89,8 +89,11 @@ def write_clip(folder: Path, *, seed: int = 0, legacy_end: bool = False) -> Path
     return folder
 
 
-def write_gme(folder: Path, *, seed: int = 0, **fields: Any) -> Path:
-    """Qwen2-VL with hidden size 32; `fields` go to the config."""
+def write_gme(folder: Path, *, seed: int = 0, gme: bool = False, **fields: Any) -> Path:
+    """Qwen2-VL with hidden size 32; `fields` go to the config.
+
+    gme: say that it is GME's, by the class that its config names.
+    """
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,6 +145,12 @@ def write_gme(folder: Path, *, seed: int = 0, **fields: Any) -> Path:
             **_MEAN,
         },
     )
+    if gme:
+        edit_json(
+            folder / "config.json",
+            architectures=["GmeQwen2VL"],
+            auto_map={"AutoModel": "modeling_gme_qwen2vl.GmeQwen2VL"},
+        )
     return folder
 
 

@@ -38,7 +38,7 @@ IMAGE_SLOT = "<|vision_start|>{image}<|vision_end|>"
 
 
 def gme_reference(
-    folder: Path, text: str | None, data: bytes | None, instruction: str
+    folder: Path, text: str | None, data: bytes | None, instruction: str, *, gme: bool = False
 ) -> np.ndarray:
     """gme_inference.py in words: one string with control tokens, last token, normalised."""
     import io
@@ -58,11 +58,21 @@ def gme_reference(
             folder, size={"shortest_edge": 256 * 784, "longest_edge": 1280 * 784},
             min_pixels=None, max_pixels=None,
         )  # fmt: skip
-        more = dict(processor(Pil.open(io.BytesIO(data)).convert("RGB"), return_tensors="pt"))
+        picture = Pil.open(io.BytesIO(data)).convert("RGB")
+        if gme:  # fetch_image: whole tokens of 28 pixels first, at least four
+            size = [max(28, round(n / 28) * 28) for n in picture.size]
+            if size[0] * size[1] < 4 * 784:
+                beta = (4 * 784 / (picture.size[0] * picture.size[1])) ** 0.5
+                size = [-(-n * beta // 28) * 28 for n in picture.size]
+            picture = picture.resize((int(size[0]), int(size[1])))
+        more = dict(processor(picture, return_tensors="pt"))
         count = int(more["image_grid_thw"].prod()) // 4
         content = IMAGE_SLOT.format(image="<|image_pad|>" * count) + content
     ids = tokenizer(TEMPLATE.format(instruction=instruction, content=content), return_tensors="pt")
     ids = ids["input_ids"]
+    if gme:
+        # What transformers 4.51 made of absent positions: one row, the same on all three axes.
+        more["position_ids"] = torch.arange(ids.shape[1]).expand(3, 1, -1)
     if data is not None:
         more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():

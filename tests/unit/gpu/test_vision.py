@@ -29,14 +29,19 @@ PICTURES = tuple(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("vision")
-    return {"clip": write_clip(root / "clip"), "gme": write_gme(root / "gme")}
+    return {
+        "clip": write_clip(root / "clip"),
+        "qwen": write_gme(root / "qwen"),
+        "gme": write_gme(root / "gme", gme=True),
+    }
 
 
 @pytest.fixture(scope="module")
 def runners(folders: dict[str, Path]) -> dict[str, Any]:
     return {
         "clip": make_runner_factory("clip", folders["clip"])(),
-        "gme": make_runner_factory("gme", folders["gme"], max_tokens=1800)(),
+        "qwen": make_runner_factory("qwen", folders["qwen"])(),
+        "gme": make_runner_factory("gme", folders["gme"])(),
     }
 
 
@@ -67,12 +72,12 @@ MIXED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["clip", "gme"])
+@pytest.mark.parametrize("kind", ["clip", "qwen", "gme"])
 def test_a06_a07_the_same_bytes_alone_and_in_any_batch(runners: Any, kind: str) -> None:
     """A06, A07: texts, images, ids, and both in one item where the model can."""
     runner = runners[kind]
     inputs = list(MIXED)
-    if kind == "gme":
+    if kind != "clip":
         inputs.append(Image(PICTURES[3], "with words"))
     pool = encode(runner, *inputs).items
     alone = [answer(runner, [item])[0].dense for item in pool]
@@ -178,15 +183,22 @@ def test_b04_texts_past_the_position_table_follow_the_policy(runners: Any) -> No
         ("what is on the picture", PICTURES[1]),
     ],
 )
+@pytest.mark.parametrize("kind", ["qwen", "gme"])
 @pytest.mark.parametrize("instruction", [None, "Find a picture that matches the text."])
 def test_gme_equals_transformers(
-    folders: Any, runners: Any, text: str | None, data: bytes | None, instruction: str | None
+    folders: Any,
+    runners: Any,
+    text: str | None,
+    data: bytes | None,
+    instruction: str | None,
+    kind: str,
 ) -> None:
-    """A11, A14: template, instruction, image tokens, three positions per token, end token once."""
+    """A11, A14: template, instruction, image tokens, positions by grid (Qwen2-VL) or in one row (GME's
+    own code, vllm pull request 30478), end token once."""
     item = Text(text or "") if data is None else Image(data, text)
-    (got,) = vectors(runners["gme"], item, prompt=instruction)
+    (got,) = vectors(runners[kind], item, prompt=instruction)
     told = instruction or "You are a helpful assistant."
-    close(got, gme_reference(folders["gme"], text, data, told))
+    close(got, gme_reference(folders[kind], text, data, told, gme=kind == "gme"))
     assert abs(np.linalg.norm(got) - 1) <= 1e-6
 
 
