@@ -231,7 +231,7 @@ def static(kind: str, root: Path) -> Measured:
         unknown = tokenizer.token_to_id("[UNK]")
         expected = []
         for text in TEXTS:
-            ids = [i for i in tokenizer.encode(text).ids if i != unknown]
+            ids = [i for i in tokenizer.encode(text, add_special_tokens=False).ids if i != unknown]
             mean = table[ids].astype(np.float64).mean(axis=0)
             expected.append(mean / np.linalg.norm(mean))
     return against(
