@@ -68,7 +68,8 @@ REAL = ("all-MiniLM-L6-v2", "bge-small-en-v1.5", "e5-small-v2")
 # What a reader of the row should know.
 NOTES: dict[str, str] = {
     "deberta-v2": "attention item by item, everything else packed; with `conv_kernel_size` padded",
-    "internlm2": "code of the folder, `trust_remote_code`; see tests/unit/gpu and tests/parity",
+    "internlm2": "code of the folder, `trust_remote_code`; never loaded here, the path is tested with a "
+    "Qwen2 reward model",
     "jina_embeddings_v3": "without task adapters",
     "nvembed": "`trust_remote_code`; latent attention natively, the folder's code is not run",
     "t5": "encoder half; the relative bias is as large as the longest item",

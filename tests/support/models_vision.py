@@ -33,6 +33,8 @@ def _save(folder: Path, model: Any, seed: int) -> None:
             if parameter.ndim > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * (0.3 if parameter.shape[-1] <= 64 else 0.05))
+            elif "class_embedding" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.eval().save_pretrained(folder)
