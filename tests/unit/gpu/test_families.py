@@ -120,6 +120,19 @@ def test_heads_equal_transformers(tmp_path: Path, family: str) -> None:
             assert np.abs(model(input_ids=ids).logits[0].numpy() - row).max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["mpnet", "deberta-v2", "rembert", "t5", "umt5"])
+def test_a12_wrapped_families_run_packed_in_bfloat16(tmp_path: Path, family: str) -> None:
+    """A12: the dtype is explicit; the wrappers mix no precisions."""
+    folder = write_model(tmp_path / "m", family, max_seq_length=64)
+    exact = make_runner_factory("m", folder)()
+    half = make_runner_factory("m", folder, dtype="bfloat16")()
+    assert half.info.packed and half.info.dtype == "bfloat16"
+    pool = items("embed")
+    for got, expected in zip(run(half, pool), run(exact, pool), strict=True):
+        assert got.dtype == np.float32
+        assert got @ expected >= 0.998  # unit vectors; rounding alone
+
+
 @pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
 def test_eurobert_pools_its_classifier_as_the_config_says(tmp_path: Path, pooling: str) -> None:
     """The load's own self-check compares logits; a wrong recipe would not load."""
