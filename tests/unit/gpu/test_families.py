@@ -130,7 +130,7 @@ def test_a12_wrapped_families_run_packed_in_bfloat16(tmp_path: Path, family: str
     pool = items("embed")
     for got, expected in zip(run(half, pool), run(exact, pool), strict=True):
         assert got.dtype == np.float32
-        assert got @ expected >= 0.998  # unit vectors; rounding alone
+        assert got @ expected >= 0.995  # transformers' own bfloat16 gives 0.9972 for this T5
 
 
 @pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
