@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 CHUNKS = "chunks"
 """Key in `EncodedItem.extras`: tokens of each chunk, in order; their sum is the item's."""
-MAX_CHUNKS = 64
-"""Chunks of one text: an executor thread works on all of them before it takes the next batch."""
+MAX_CHUNKS, MAX_CHUNK_TOKENS = 64, 65536
+"""Chunks of one text, and tokens of all of them: an executor thread works on them before it takes the
+next batch, and a lease has to outlast that."""
 NORM_EPS = 1e-12  # as gpu.pooler
 
 
@@ -64,6 +65,11 @@ def check_long(request: EmbedRequest, outputs: Sequence[Output], spec: ModelSpec
         )
 
 
+def max_chunks(limit: int) -> int:
+    """Chunks that one text may have in a model of that limit; at least 2."""
+    return max(2, min(MAX_CHUNKS, MAX_CHUNK_TOKENS // limit))
+
+
 def chunked(
     head: Int32,
     body: Int32,
@@ -79,15 +85,16 @@ def chunked(
 
     head, tail: special tokens. body: the text's own tokens, a prompt before it included; repeated: the
     prompt's tokens, which the first chunk has in its body. pooled_from: see `EncodedItem`, per chunk.
-    Returns `TooLong` when more than `MAX_CHUNKS` chunks would be needed, or a prompt fills a chunk.
+    Returns `TooLong` when more than `max_chunks` would be needed, or a prompt fills a chunk.
     """
     room = limit - len(head) - len(tail)
     later = room - len(repeated)
-    most = room + (MAX_CHUNKS - 1) * later
+    n_chunks = max_chunks(limit)
+    most = room + (n_chunks - 1) * later
     if later < 1 or len(body) > most:
         return TooLong(
             f"item {index} has {len(body)} tokens; aggregate takes up to {max(most, 0)} "
-            f"({MAX_CHUNKS} chunks); split it",
+            f"({n_chunks} chunks); split it",
             items=(index,),
             given=len(body),
             limit=max(most, 0),

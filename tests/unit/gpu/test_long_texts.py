@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import EncodedItem, EncodedRequest, ItemOptions, ItemResult, pack, scatter
-from gpu.long_texts import CHUNKS, MAX_CHUNKS, spans_of
+from gpu.long_texts import CHUNKS, MAX_CHUNKS, max_chunks, spans_of
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds
 
@@ -112,6 +112,13 @@ def test_dimensions_cut_the_average_before_it_is_normalised(load: Any) -> None:
     assert np.array_equal(full[:8], cut)
     unit = vectors(runner, long_text(50), aggregate="mean", dimensions=8)[0]
     assert unit.shape == (8,) and abs(np.linalg.norm(unit) - 1) <= 1e-6
+
+
+def test_chunks_are_bounded_in_tokens_too() -> None:
+    """A long-context model must not hold an executor thread for half a million tokens."""
+    assert [max_chunks(n) for n in (16, 256, 512, 1024, 8192, 32768, 131072)] == [
+        64, 64, 64, 64, 8, 2, 2,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
