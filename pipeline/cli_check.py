@@ -151,6 +151,8 @@ def _model_plan(info: ModelInfo) -> str:
             f"outputs {', '.join(info.default_outputs)}"
             + (f"; on request {others}" if others else "")
         )
+    if info.modalities != ("text",):
+        lines.append(f"an item may be: {', '.join(info.modalities)}")
     if info.allowed_dimensions is not None:
         lines.append(f"dimensions on request {_sizes(info.allowed_dimensions)}")
     return "\n".join(lines + [f"note: {note}" for note in info.notes])
