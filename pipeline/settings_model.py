@@ -120,7 +120,9 @@ class ModelSettings(Record, frozen=True, kw_only=True):
     ] = "error"
     max_image_bytes: Annotated[
         int,
-        Meta(ge=1, le=1_073_741_824, description="Bytes of one image file, for models with images."),
+        Meta(
+            ge=1, le=1_073_741_824, description="Bytes of one image file, for models with images."
+        ),
     ] = 16_777_216
     max_image_pixels: Annotated[
         int,

@@ -31,7 +31,19 @@ N = 1000
 
 def requests() -> dict[str, Any]:
     """Texts of 3 to 40 words, all different."""
-    words = ["stream", "queue", "vector", "broker", "river", "mountain", "capital", "answer", "model", "batch", "token"]
+    words = [
+        "stream",
+        "queue",
+        "vector",
+        "broker",
+        "river",
+        "mountain",
+        "capital",
+        "answer",
+        "model",
+        "batch",
+        "token",
+    ]
     return {
         f"r{i}": {"input": f"number {i} " + " ".join(words[(i + k) % 11] for k in range(i % 38))}
         for i in range(N)

@@ -38,7 +38,7 @@ REQUIRED = sorted(
 )
 
 
-def tests_by_case(root: Path = ROOT / "tests") -> dict[str, list[str]]:
+def cited_tests(root: Path = ROOT / "tests") -> dict[str, list[str]]:
     """case id -> "path::test" of every test whose docstring names it."""
     found: dict[str, list[str]] = {}
     for path in sorted(root.rglob("test_*.py")) + sorted(root.rglob("*_suite.py")):
@@ -79,7 +79,7 @@ def markdown() -> str:
         "| case | tests |",
         "|---|---|",
     ]
-    for case, tests in sorted(tests_by_case().items()):
+    for case, tests in sorted(cited_tests().items()):
         lines.append(f"| {case} | {'<br>'.join(f'`{test}`' for test in tests)} |")
     return "\n".join(lines) + "\n"
 
