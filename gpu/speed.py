@@ -5,7 +5,7 @@ What must stay true: "off" is the default and changes nothing; a value that cann
 load with the reason, never ignored; pooling, heads, norms and residual sums stay in fp32, only the matrix
 products of the base model and the attention of long items become bfloat16; `model.dtype` in the reply says so.
 
-bf16, measured with all-MiniLM-L6-v2 (docs/engine.md): cosine to fp32 at least 0.99995, 2.3 to 3 times
+bf16, measured with all-MiniLM-L6-v2 (docs/engine.md): cosine to fp32 at least 0.99995, 2.3 to 2.8 times
 the texts per CPU-second on a CPU with AMX.
 int8 is not offered: torch's int8 linears for the CPU choose the scale of the activations from all rows
 of a call (an item's vector would depend on its neighbours) and reach a cosine of 0.91 to 0.96, under the 0.99
