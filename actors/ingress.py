@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
-from schemas.codec import decode_request
 
 from actors.admission import Accept, Admission, Reject
 from actors.egress import Egress
@@ -24,6 +23,7 @@ from actors.messages import InFlight, Outgoing, Route
 from actors.ports import Clock, Delivery, Metrics, SourceClosed
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo
+from schemas.codec import decode_request
 from schemas.errors import (
     Cancelled,
     EmbedstreamError,

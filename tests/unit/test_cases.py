@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.cases import REQUIRED, ROOT, markdown, cited_tests
+from tests.support.cases import REQUIRED, ROOT, cited_tests, markdown
 
 
 def test_every_required_case_is_cited_by_a_test() -> None:
