@@ -101,11 +101,19 @@ class ModelSpec:
         return weight_files(self.transformer)
 
 
-def resolve_folder(path: str, *, offline: bool = True, revision: str | None = None) -> Path:
+def resolve_folder(
+    path: str,
+    *,
+    offline: bool = True,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
     """The local folder for a path or a hub id.
 
     A folder that exists is used as it is, without any connection. Anything else is a hub id, looked
-    up in the local hub cache, and downloaded only when `offline` is False.
+    up in the local hub cache, and downloaded only when `offline` is False. Pickled weights and code
+    are fetched only when they may be used.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -117,6 +125,8 @@ def resolve_folder(path: str, *, offline: bool = True, revision: str | None = No
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*_linear.pt"]  # * also matches /
+    patterns += ["*.bin"] if allow_pickle else []
+    patterns += ["*.py"] if trust_remote_code else []
     try:
         return Path(
             snapshot_download(

@@ -83,7 +83,13 @@ class ModelSettings:
     def spec(self) -> ModelSpec:
         """What the folder says, with the overrides; cheap, and without torch."""
         return load_spec(
-            resolve_folder(self.path, offline=self.offline, revision=self.revision),
+            resolve_folder(
+                self.path,
+                offline=self.offline,
+                revision=self.revision,
+                allow_pickle=self.allow_pickle,
+                trust_remote_code=self.trust_remote_code,
+            ),
             pooling=None if self.pooling == "auto" else self.pooling,
             max_tokens=self.max_tokens if isinstance(self.max_tokens, int) else None,
             matryoshka_dimensions=self.matryoshka_dimensions or None,

@@ -338,6 +338,9 @@ def test_a_hub_id_brings_the_extra_heads_along(monkeypatch: pytest.MonkeyPatch) 
     }  # fmt: skip
     files = [*wanted, "onnx/model.onnx", "pytorch_model.bin", "imgs/a.jpg"]
     assert set(filter_repo_objects(files, allow_patterns=asked["allow_patterns"])) == wanted
+    resolve_folder("BAAI/bge-m3", offline=False, allow_pickle=True)  # it has no safetensors
+    with_pickle = set(filter_repo_objects(files, allow_patterns=asked["allow_patterns"]))
+    assert with_pickle == wanted | {"pytorch_model.bin"}
 
 
 def test_m3_without_modules_uses_its_librarys_defaults(tmp_path: Path) -> None:
