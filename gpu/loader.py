@@ -129,7 +129,7 @@ class RunnerFactory:
         if spec.model_type in VISION_FAMILIES:
             return self._vision(spec)
         from .model_runner import ModelRunner, RunnerSettings
-        from .tokenizer import load_encoder
+        from .tokenizer_loading import load_encoder
 
         self._enter("loading tokenizer")
         encoder = load_encoder(

@@ -9,7 +9,6 @@ sender may cause becomes an error entry, never an exception, and never touches i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,14 +37,11 @@ from schemas.requests import (
 from .artifacts import ModelSpec
 from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from .checks import check_request
-from .decoders import close_with_end_token
 from .faults import ModelLoadError
-from .fingerprint import TOKENIZER_FILES
 from .latent_spec import NVEMBED
 from .long_texts import chunked
 from .pair_prompts import N_SHARED
 from .pairs import PairAssembler, PairPlan
-from .rerankers import rendered
 from .template import Template, learn_template
 
 EmptyPolicy = Literal["error", "embed"]
@@ -416,49 +412,3 @@ def _reraise_unless_fault(error: BaseException) -> None:
     """A panic of the Rust library is no `Exception`, but a fault of one text all the same."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-
-
-def load_encoder(
-    spec: ModelSpec, *, empty_input: EmptyPolicy = "error", trust_remote_code: bool = False
-) -> TextEncoder:
-    """The folder's fast tokenizer, exactly as transformers builds it, and never from the network.
-
-    Raises `ModelLoadError` when there is none.
-    """
-    from transformers import AutoTokenizer
-
-    if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
-        # transformers would build an empty tokenizer for some model types, without a word.
-        raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
-    try:
-        outer = AutoTokenizer.from_pretrained(
-            str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first_line = str(error).strip().split("\n")[0][:300]
-        raise ModelLoadError(f"{spec.transformer}: no usable tokenizer: {first_line}") from error
-    fast = getattr(outer, "backend_tokenizer", None)
-    if fast is None:
-        raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
-    always = spec.model_type == NVEMBED
-    if (spec.family.causal or always) and (
-        note := close_with_end_token(fast, spec.transformer, always=always)
-    ):
-        spec = dataclasses.replace(spec, notes=(*spec.notes, note))
-    if spec.pairs is not None:
-        told = f"pairs are written as the prompt {spec.pairs.name!r} says"
-        spec = dataclasses.replace(
-            spec, pairs=rendered(spec.pairs, outer), notes=(*spec.notes, told)
-        )
-    if spec.label_head is not None:
-        spec = dataclasses.replace(
-            spec, label_head=spec.label_head.resolved(fast, int(spec.config["vocab_size"]))
-        )
-    return TextEncoder(
-        spec,
-        fast,
-        token_types="token_type_ids" in outer.model_input_names
-        and int(spec.config.get("type_vocab_size") or 0) > 1,
-        empty_input=empty_input,
-        bos=outer.bos_token,
-    )

@@ -12,7 +12,7 @@ from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import EncodedItem, EncodedRequest
 from gpu.pair_prompts import PairPrompt, pair_prompt
 from gpu.pairs import PairAssembler
-from gpu.tokenizer import load_encoder
+from gpu.tokenizer_loading import load_encoder
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import Document, RerankRequest
 from tests.support.models_decoders import as_cross_encoder, chat_tokenizer, write_causal

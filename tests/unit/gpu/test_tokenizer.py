@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from gpu.artifacts import load_spec
 from gpu.faults import ModelLoadError
-from gpu.tokenizer import TextEncoder, load_encoder
+from gpu.tokenizer import TextEncoder
+from gpu.tokenizer_loading import load_encoder
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
