@@ -285,8 +285,9 @@ def _record(
     names = tuple(packed.inputs(batch))
     if packed.token_types:
         names = (*names, _TYPES)  # always given: zeros are what the model takes for none
-    inputs = upload(_arguments(packed, batch, names), packed.device)
-    given = dict(zip(names, inputs, strict=True))
+    inputs = torch.empty(len(names), batch.n_tokens, dtype=torch.int64, device=packed.device)
+    rows = upload(_arguments(packed, batch, names), packed.device, into=inputs)
+    given = dict(zip(names, rows, strict=True))
 
     def warm() -> torch.Tensor:
         layout = PackLayout.of(batch, packed.device)

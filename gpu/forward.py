@@ -63,7 +63,7 @@ class PackedForward:
     ) -> tuple[torch.Tensor, PackedContext]:
         """Hidden states, and what the attention function saw (for the self-check)."""
         rows = self.inputs(batch)
-        inputs = upload(list(rows.values()), self.device)
+        inputs = upload(tuple(rows.values()), self.device)
         with packed_context(batch, self.device, self.backends, multi_item) as context:
             return self.compute(dict(zip(rows, inputs, strict=True))), context
 

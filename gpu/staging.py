@@ -129,6 +129,7 @@ class _Staging(threading.local):
         self.results: dict[tuple[Calls, torch.device], _Slot] = {}
 
 
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32}
 _staging = _Staging()
 _cuda = CudaCalls()
 
@@ -139,20 +140,24 @@ def upload(
     dtype: torch.dtype = torch.int64,
     *,
     into: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Host integers as one [len(rows), n] tensor on the device.
+) -> tuple[torch.Tensor, ...]:
+    """Host integers of one length as tensors [n] on the device, one for each row.
 
-    into: a tensor to write to instead of a new one. On CUDA the copy is queued, not awaited.
+    dtype: int64 or int32. into: a [len(rows), n] tensor to write to; the rows of it are returned. On CUDA all rows travel in
+    one copy, which is queued and not awaited.
     """
     if device.type != "cuda":
-        made = torch.from_numpy(np.stack(rows)).to(dtype)
-        return made.to(device) if into is None else into.copy_(made)
+        kind = _NUMPY[dtype]
+        made = [torch.from_numpy(row.astype(kind)) for row in rows]
+        if into is None:
+            return tuple(values.to(device) for values in made)
+        return tuple(kept.copy_(values) for kept, values in zip(into, made, strict=True))
     ring = _staging.inputs.get((device, dtype))
     if ring is None:
         ring = _staging.inputs[device, dtype] = InputStaging(_cuda, dtype)
     if into is None:
         into = torch.empty(len(rows), len(rows[0]), dtype=dtype, device=device)
-    return ring.upload(rows, into)
+    return ring.upload(rows, into).unbind()
 
 
 def row_numbers(rows: Sequence[int], device: torch.device) -> torch.Tensor:

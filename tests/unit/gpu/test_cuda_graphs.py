@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpu.batch import EncodedItem, pack
-from gpu.cuda_graphs import GraphedForward, GraphRefused, record, with_graphs
+from gpu.batch import EncodedItem, ItemOptions, pack
+from gpu.cuda_graphs import CudaRecorder, GraphedForward, GraphRefused, record, with_graphs
 from gpu.faults import ModelLoadError
 from gpu.forward import PackedForward
 from gpu.loader import make_runner_factory
@@ -283,3 +286,114 @@ def test_probes_fill_their_bucket_and_stay_within_limits() -> None:
     assert batch.n_tokens == 100 and batch.max_seqlen <= 12
     assert batch.input_ids.min() >= 0 and batch.input_ids.max() < 7
     assert np.array_equal(probe(100, 7, 12).input_ids, batch.input_ids)
+
+
+@pytest.mark.parametrize("labels", [None, 3])
+def test_the_runner_answers_with_the_same_bytes(
+    load: Any, monkeypatch: pytest.MonkeyPatch, labels: int | None
+) -> None:
+    """Pooling and heads on what replays give: one row per item, none of the filler's."""
+    runner = load("bert", labels=labels)
+    options = ItemOptions(task="classify" if labels else "embed")
+    packs = [
+        pack([EncodedItem(item.input_ids, options) for item in some_items(lengths)])
+        for lengths in ((1,), (9, 9, 4), (30, 2), (60, 60))
+    ]
+    want = [runner.forward(batch) for batch in packs]
+    graphed = graphs(runner, [])
+    assert isinstance(graphed, GraphedForward)
+    monkeypatch.setattr(runner, "_forward", graphed)
+    for batch, expected in zip(packs, want, strict=True):
+        outcomes = runner.forward(batch)
+        for a, b in zip(outcomes, expected, strict=True):
+            name = "scores" if labels else "dense"
+            assert np.array_equal(getattr(a, name), getattr(b, name))
+
+
+class FakeCuda:
+    """The parts of torch.cuda that `CudaRecorder` calls. log: what was asked, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.ends_badly = False
+        fake = self
+
+        class Graph:
+            def __init__(self) -> None:
+                self.number = sum(line.startswith("begin") for line in fake.log)
+
+            def capture_begin(self, **settings: Any) -> None:
+                INSTALLED.bind(self, **settings)
+                assert settings == {"pool": (7, 0), "capture_error_mode": "thread_local"}
+                fake.log.append(f"begin {self.number}")
+
+            def capture_end(self) -> None:
+                fake.log.append(f"end {self.number}")
+                if fake.ends_badly:
+                    raise RuntimeError("CUDA error: the capture was invalidated")
+
+            def replay(self) -> None:
+                fake.log.append(f"replay {self.number}")
+
+            def reset(self) -> None:
+                fake.log.append(f"reset {self.number}")
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 0))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("wait"))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", self._on)
+
+    @contextmanager
+    def _on(self, stream: str) -> Iterator[None]:
+        self.log.append(f"on {stream}")
+        try:
+            yield
+        finally:
+            self.log.append(f"off {stream}")
+
+
+INSTALLED = inspect.signature(torch.cuda.CUDAGraph.capture_begin)
+
+
+def test_cuda_recordings_follow_each_other_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our calls of torch.cuda, with the installed signature; pieces replay in the order recorded."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder.warm_up(lambda: cuda.log.append("warm"))
+    out = torch.zeros(1)
+
+    def run(cut: Any) -> torch.Tensor:
+        for name in "ab":
+            cuda.log.append(name)
+            cut()
+        return out
+
+    pieces, got = recorder.record(run)
+    assert got is out and len(pieces) == 3
+    assert cuda.log == [
+        "wait", "on side", "warm", "off side", "wait",
+        "wait", "on side", "begin 0", "a", "end 0", "begin 1", "b", "end 1", "begin 2", "end 2",
+        "off side", "wait",
+    ]  # fmt: skip
+    cuda.log.clear()
+    for piece in pieces:
+        piece()
+    assert cuda.log == ["replay 0", "replay 1", "replay 2"]
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_failed_recording_is_ended(monkeypatch: pytest.MonkeyPatch, ends_badly: bool) -> None:
+    """The first error is the one that is told, also when the recording cannot be ended either."""
+    cuda = FakeCuda(monkeypatch)
+
+    def run(cut: Any) -> torch.Tensor:
+        cut()
+        cuda.ends_badly = ends_badly
+        raise GraphRefused("the model does something else")
+
+    with pytest.raises(GraphRefused, match="something else"):
+        CudaRecorder(torch.device("cuda", 0)).record(run)
+    ended = ["end 1"] if ends_badly else ["end 1", "reset 1"]
+    assert cuda.log == ["wait", "on side", "begin 0", "end 0", "begin 1", *ended, "off side"]

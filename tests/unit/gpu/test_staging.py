@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+import gpu.heads
+import gpu.outputs
+from gpu.batch import EncodedItem, ItemOptions, pack
 from gpu.staging import SMALLEST, CopyOut, InputStaging, row_numbers, upload
 from tests.support.recorded import LateCopies
 
@@ -88,9 +93,56 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 def test_upload_on_the_cpu() -> None:
     rows = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
     made = upload(rows, CPU)
-    assert made.dtype == torch.int64 and made.tolist() == [[1, 2], [3, 4]]
-    assert upload(rows, CPU, torch.int32).dtype == torch.int32
+    assert [t.tolist() for t in made] == [[1, 2], [3, 4]]
+    assert all(t.dtype == torch.int64 for t in made)
+    (narrow,) = upload(rows[:1], CPU, torch.int32)
+    assert narrow.dtype == torch.int32
     held = target(2, 2)
-    assert upload(rows, CPU, into=held) is held and held.tolist() == made.tolist()
+    upload(rows, CPU, into=held)
+    assert held.tolist() == [[1, 2], [3, 4]]
     assert row_numbers([2, 0], CPU).tolist() == [2, 0]
     assert row_numbers([], CPU).dtype == torch.int64
+
+
+def mixed_pack(task: Any, outputs: tuple[Any, ...]) -> Any:
+    """Items that ask for vectors of two sizes, raw and normalised, and for spans."""
+    rng = np.random.default_rng(0)
+    options = [
+        ItemOptions(task=task, outputs=outputs),
+        ItemOptions(task=task, outputs=outputs, raw_scores=True),
+    ]
+    if task == "embed":
+        options += [
+            ItemOptions(outputs=("dense",), dimensions=8),
+            ItemOptions(outputs=("dense",), normalize=False),
+            ItemOptions(outputs=("dense",), chunk_tokens=4),
+        ]
+    return pack(
+        [
+            EncodedItem(rng.integers(5, 50, size=n).astype(np.int32), option)
+            for n in (11, 6, 6)
+            for option in options
+        ]
+    )
+
+
+@pytest.mark.parametrize("labels", [None, 3])
+def test_a_forward_copies_its_results_once(
+    load: Any, monkeypatch: pytest.MonkeyPatch, labels: int | None
+) -> None:
+    """The same outcomes through pinned memory, whatever the rows ask for, with one copy and one wait."""
+    runner = load("bert", labels=labels)
+    batch = mixed_pack("classify" if labels else "embed", ("dense",))
+    want = runner.forward(batch)
+    calls = LateCopies()
+    module = gpu.heads if labels else gpu.outputs
+    monkeypatch.setattr(module, "CopyOut", lambda device: CopyOut(device, calls))
+    got = runner.forward(batch)
+    assert [line for line in calls.log if "copy" in line or line == "wait"] == [
+        next(line for line in calls.log if "copy" in line), "wait",
+    ]  # fmt: skip
+    for a, b in zip(got, want, strict=True):
+        for name in ("dense", "scores", "multivector"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None) and (x is None or np.array_equal(x, y)), name
+        assert a.spans == b.spans
