@@ -227,6 +227,7 @@ class GraphedForward(PackedForward):
 
     `run` never uses graphs. Replays happen in the calling thread's current stream, one at a time;
     executor threads all use the device's default stream, so that buffers are never written too early.
+    Call it in inference mode, in which its buffers were made.
     longest: tokens an item of this model may have.
     """
 
