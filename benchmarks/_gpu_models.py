@@ -103,14 +103,20 @@ def shapes(dry: bool) -> list[Shape]:
 
 def check_model(report: Any, place: Any, shape: Shape, folder: Path) -> None:
     """Rows for one shape: states packed against padded, the runner alone against in a pack, speed."""
-    path = write_model(folder / str(abs(hash(shape.name))), shape.family, **shape.fields)
-    hidden = shape.fields.get("hidden_size")
-    if hidden is not None:
-        edit_json(path / "1_Pooling" / "config.json", word_embedding_dimension=hidden)
+    path = folder_of(shape, folder)
     batch = _batch(shape, path)
     for dtype in dict.fromkeys([torch.float32, place.dtype]):
         _states(report, place, shape, path, batch, dtype)
     _runner(report, place, shape, path, batch)
+
+
+def folder_of(shape: Shape, folder: Path) -> Path:
+    """The seeded model, written to a folder of its own."""
+    path = write_model(folder / str(abs(hash(shape.name))), shape.family, **shape.fields)
+    hidden = shape.fields.get("hidden_size")
+    if hidden is not None:
+        edit_json(path / "1_Pooling" / "config.json", word_embedding_dimension=hidden)
+    return path
 
 
 def _batch(shape: Shape, path: Path) -> PackedBatch:
@@ -196,9 +202,9 @@ def _runner(report: Any, place: Any, shape: Shape, path: Path, batch: PackedBatc
         )
         runner = factory()
         load_s = time.perf_counter() - start
-        together = _vectors(runner.forward(batch))
+        together = vectors_of(runner.forward(batch))
         picked = range(0, batch.n_items, max(1, batch.n_items // 12))
-        alone = np.stack([_vectors(runner.forward(pack([batch.items[i]])))[0] for i in picked])
+        alone = np.stack([vectors_of(runner.forward(pack([batch.items[i]])))[0] for i in picked])
         part = together[list(picked)]
         cosine = float((part * alone).sum(1).min())
         same = int((part == alone).all(axis=1).sum())
@@ -215,7 +221,7 @@ def _runner(report: Any, place: Any, shape: Shape, path: Path, batch: PackedBatc
         runner.close()
 
 
-def _vectors(outcomes: list[Any]) -> np.ndarray:
+def vectors_of(outcomes: list[Any]) -> np.ndarray:
     """[n_items, dimensions] float32. Raises what the runner answered instead of a vector."""
     rows = []
     for outcome in outcomes:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks._gpu_graphs import check_graphs, check_staging
 from benchmarks._gpu_models import Shape, check_model, shapes
 from gpu.attention import (
     AttentionBackend,
@@ -310,6 +311,15 @@ def check_models(report: Report, place: Place, only: Shape | None = None) -> Non
                 check_model(report, place, shape, Path(folder))
 
 
+def check_small_packs(report: Report, place: Place) -> None:
+    """Pinned staging, then CUDA graphs on the shapes of the models section."""
+    check_staging(report, place)
+    with tempfile.TemporaryDirectory(prefix="embedstream-gpu-check-") as folder:
+        for shape in shapes(place.dry):
+            if not report.out_of_time("graphs", shape.name):
+                check_graphs(report, place, shape, Path(folder))
+
+
 def describe(place: Place) -> dict[str, Any]:
     import transformers
 
@@ -339,13 +349,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--dry-run", action="store_true", help="small, on the CPU, in float32")
     parser.add_argument(
-        "--sections", default="numbers,neighbours,models,speed", help="which, in this order"
+        "--sections", default="numbers,neighbours,models,graphs,speed", help="which, in this order"
     )
     options = parser.parse_args(argv)
     sections = {
         "numbers": check_correctness,
         "neighbours": check_neighbours,
         "models": check_models,
+        "graphs": check_small_packs,
         "speed": check_speed,
     }
     chosen = options.sections.split(",")

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from .attention import AttentionBackend, MultiItem, PackedContext, packed_context
-from .batch import PackedBatch, pack
+from .batch import Int32, PackedBatch, pack
+from .staging import upload
 
 PAD_TO = 16  # padded lengths are multiples of this
 
@@ -61,20 +62,27 @@ class PackedForward:
         self, batch: PackedBatch, multi_item: MultiItem | None = None
     ) -> tuple[torch.Tensor, PackedContext]:
         """Hidden states, and what the attention function saw (for the self-check)."""
-        inputs: dict[str, torch.Tensor] = {
-            "input_ids": self._row(batch.input_ids),
-        }
-        if self._takes_positions:
-            inputs["position_ids"] = self._row(batch.positions) + self.position_offset
-        if self.token_types and batch.token_type_ids is not None:
-            inputs["token_type_ids"] = self._row(batch.token_type_ids)
+        rows = self.inputs(batch)
+        inputs = upload(tuple(rows.values()), self.device)
         with packed_context(batch, self.device, self.backends, multi_item) as context:
-            output = self.base(**inputs, attention_mask=None, **self._fixed)
-        return output.last_hidden_state[0], context
+            return self.compute(dict(zip(rows, inputs, strict=True))), context
 
-    def _row(self, values: np.ndarray) -> torch.Tensor:
-        """[total_tokens] int32 host -> [1, total_tokens] int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self.device)
+    def inputs(self, batch: PackedBatch) -> dict[str, Int32]:
+        """The model's arguments, [total_tokens] int32 each, on the host."""
+        rows = {"input_ids": batch.input_ids}
+        if self._takes_positions:
+            rows["position_ids"] = batch.positions + np.int32(self.position_offset)
+        if self.token_types and batch.token_type_ids is not None:
+            rows["token_type_ids"] = batch.token_type_ids
+        return rows
+
+    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[total_tokens] int64 each, on the device -> [total_tokens, hidden_size]; call it inside a
+        `packed_context`."""
+        batched = {name: values.unsqueeze(0) for name, values in inputs.items()}
+        output = self.base(**batched, attention_mask=None, **self._fixed)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
 
 class PaddedForward:

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from schemas.errors import NonFinite
+
+from .batch import ItemOutcome, ItemResult, PackedBatch
 from .families import Family
 from .pooler import Segments, first_rows, last_rows, mean_rows
+from .staging import CopyOut
 
 HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]
 """hidden [total_tokens, hidden_size], segments -> logits [n_items, n_labels]."""
@@ -90,3 +95,30 @@ def activate(logits: torch.Tensor, activation: str) -> torch.Tensor:
         return torch.softmax(logits, dim=-1)
     assert activation == "identity", activation
     return logits
+
+
+def scored(
+    batch: PackedBatch, logits: torch.Tensor, *, score: str, label: str
+) -> list[ItemOutcome]:
+    """logits: [n_items, n_labels] float32 -> one outcome per row, the activation applied once.
+
+    score, label: the activations that the folder names for scores and for labels.
+    """
+    copies = CopyOut(logits.device)
+    tickets = {name: copies.add(activate(logits, name)) for name in {"identity", score, label}}
+    copies.finish()
+    by_activation = {name: ticket() for name, ticket in tickets.items()}
+    finite = np.asarray(np.isfinite(by_activation["identity"]).all(axis=1))
+    outcomes: list[ItemOutcome] = []
+    for row, item in enumerate(batch.items):
+        if not finite[row]:
+            outcomes.append(NonFinite("the model gave NaN or infinity for this item"))
+            continue
+        options = item.options
+        name = "identity"
+        if not options.raw_scores and options.task == "classify":
+            name = label
+        elif not options.raw_scores:
+            name = score
+        outcomes.append(ItemResult(scores=by_activation[name][row]))
+    return outcomes

@@ -36,6 +36,7 @@ class ModelSettings:
     one image, see `gpu.images`. speed: see `gpu.speed`.
     rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
     `gpu.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
+    cuda_graphs: "off", or "auto": see `gpu.cuda_graphs`.
     causal: whether a decoder attends to earlier tokens only, where the folder does not say.
     "auto", None and an empty list or map all mean: as the folder says.
     """
@@ -63,6 +64,7 @@ class ModelSettings:
     rerank_template: str | None = None
     label_tokens: tuple[str, ...] | None = None
     multi_item: bool = False
+    cuda_graphs: str = "off"
     causal: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class ModelSettings:
                 raise ModelLoadError(f"{name} = {getattr(self, name)!r} is not 1 and more")
         if self.speed not in ("off", "bf16", "int8"):
             raise ModelLoadError(f'speed = {self.speed!r} is not "off" or "bf16"')
+        if self.cuda_graphs not in ("off", "auto"):
+            raise ModelLoadError(f'cuda_graphs = {self.cuda_graphs!r} is not "off" or "auto"')
 
     def spec(self) -> ModelSpec:
         """What the folder says, with the overrides; cheap, and without torch."""
@@ -124,6 +128,11 @@ class RunnerFactory:
         self._enter("reading folder")
         spec = self.settings.spec()
         self._enter("importing")
+        not_text = spec.model_type in STATIC_TYPES or spec.model_type in VISION_FAMILIES
+        if not_text and self.settings.cuda_graphs != "off":
+            raise ModelLoadError(
+                f"model {self.name}: cuda_graphs is for text models with a transformer; set it to off"
+            )
         if spec.model_type in STATIC_TYPES:
             return self._static(spec)
         if spec.model_type in VISION_FAMILIES:
@@ -152,6 +161,7 @@ class RunnerFactory:
                 attention=self.settings.attention,
                 batch_invariant=self.settings.batch_invariant,
                 multi_item=self.settings.multi_item,
+                cuda_graphs=self.settings.cuda_graphs,
             ),
             encoder,
             on_phase=self._enter,

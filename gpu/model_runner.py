@@ -19,7 +19,6 @@ from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
     InvalidRequest,
-    NonFinite,
     TooLong,
     Unsupported,
 )
@@ -32,15 +31,15 @@ from .batch import (
     Encoder,
     ItemOptions,
     ItemOutcome,
-    ItemResult,
     ModelInfo,
     PackedBatch,
     pack,
 )
+from .cuda_graphs import with_graphs
 from .faults import ModelLoadError, as_runner_error
 from .forward import Forward, PackedForward
 from .forward_choice import pick_forward, pick_sharing
-from .heads import HeadFn, activate, build_head
+from .heads import HeadFn, build_head, scored
 from .label_rows import label_head_of
 from .linears import LinearReport, prepack
 from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
@@ -73,6 +72,7 @@ class RunnerSettings:
     prepack: replace linears by oneDNN ones on the CPU.
     attention, batch_invariant: see `gpu.attention.backends_for`.
     multi_item: documents of one query share its computation where the model can.
+    cuda_graphs: "off" or "auto", see `gpu.cuda_graphs`.
     """
 
     name: str
@@ -86,6 +86,7 @@ class RunnerSettings:
     attention: str = "auto"
     batch_invariant: bool = False
     multi_item: bool = False
+    cuda_graphs: str = "off"
 
 
 @dataclass(slots=True)
@@ -209,29 +210,12 @@ class ModelRunner:
         shared = None if self._sharing is None else self._sharing.states(batch)
         hidden, segments = shared or (self._forward(batch), self._segments(batch))
         if self._head is not None:
-            return self._scores(batch, self._head(hidden, segments).float())
+            logits = self._head(hidden, segments).float()
+            return scored(
+                batch, logits,
+                score=self.spec.score_activation, label=self.spec.label_activation,
+            )  # fmt: skip
         outcomes: list[ItemOutcome] = self._outputs(batch, hidden, segments)
-        return outcomes
-
-    def _scores(self, batch: PackedBatch, logits: torch.Tensor) -> list[ItemOutcome]:
-        """logits: [n_items, n_labels] float32; the activation that the folder names, applied once."""
-        outcomes: list[ItemOutcome] = []
-        by_activation = {
-            name: activate(logits, name).cpu().numpy()
-            for name in {"identity", self.spec.score_activation, self.spec.label_activation}
-        }
-        finite = np.isfinite(by_activation["identity"]).all(axis=1)
-        for row, item in enumerate(batch.items):
-            if not finite[row]:
-                outcomes.append(_non_finite())
-                continue
-            options = item.options
-            name = "identity"
-            if not options.raw_scores and options.task == "classify":
-                name = self.spec.label_activation
-            elif not options.raw_scores:
-                name = self.spec.score_activation
-            outcomes.append(ItemResult(scores=by_activation[name][row]))
         return outcomes
 
     def _segments(self, batch: PackedBatch) -> Segments:
@@ -263,7 +247,19 @@ class ModelRunner:
                 f"model {self.settings.name}: the self-check failed packed and padded: "
                 f"{checked.finding.reason}"
             )
+        notes = list(checked.notes)
+        checked.forward = with_graphs(
+            checked.forward, self.settings.cuda_graphs,
+            device=self.device, max_batch_tokens=self._budget(), max_tokens=self.spec.max_tokens,
+            vocab_size=int(checked.loaded.config.vocab_size), notes=notes,
+        )  # fmt: skip
+        checked.notes = tuple(notes)
         return checked
+
+    def _budget(self) -> int:
+        if self.settings.max_batch_tokens is not None:
+            return self.settings.max_batch_tokens
+        return CPU_BATCH_TOKENS if self.device.type == "cpu" else CUDA_BATCH_TOKENS
 
     def _try_load(self, on_phase: Callable[[str], None], *, prepacked: bool) -> _Checked:
         """Load, compute the reference, then look for a forward that reproduces it."""
@@ -332,9 +328,6 @@ class ModelRunner:
         if linears.unstable:
             shapes = ", ".join(f"{o}x{i}" for o, i in linears.unstable)
             notes.append(f"linears of shape {shapes} depend on the number of rows")
-        budget = self.settings.max_batch_tokens
-        if budget is None:
-            budget = CPU_BATCH_TOKENS if self.device.type == "cpu" else CUDA_BATCH_TOKENS
         names = {value: key for key, value in DTYPES.items()}
         return ModelInfo(
             name=self.settings.name,
@@ -344,7 +337,7 @@ class ModelRunner:
             device=str(self.device),
             tasks=spec.tasks,
             max_tokens=spec.max_tokens,
-            max_batch_tokens=budget,
+            max_batch_tokens=self._budget(),
             dimensions=spec.dimensions,
             allowed_dimensions=spec.allowed_dimensions,
             pooling=spec.pooling,
@@ -382,10 +375,6 @@ class ModelRunner:
             raise ModelLoadError(
                 f"model {self.settings.name}: the warm-up pack of {budget} tokens failed: {bad[0]}"
             )
-
-
-def _non_finite() -> NonFinite:
-    return NonFinite("the model gave NaN or infinity for this item")
 
 
 def init_executor_thread() -> None:

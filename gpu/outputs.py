@@ -7,7 +7,8 @@ row of which one output is not finite fails alone and names no value.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +23,12 @@ from .long_texts import spans_of
 from .outputs_spec import LexicalSpec, SpladeSpec
 from .pooler import DenseStack, Segments, finish, pool
 from .sparse import Lexical, SparseRow, Splade, mlm_head
+from .staging import CopyOut, Ticket
 from .token_vectors import TokenVectors
+
+_Value = TypeVar("_Value")
+Arriving: TypeAlias = Callable[[], dict[int, _Value]]
+"""What gives the rows' values once the copies to the host have finished."""
 
 
 class Outputs(nn.Module):
@@ -69,10 +75,13 @@ class Outputs(nn.Module):
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
     ) -> list[ItemOutcome]:
         """hidden: [total_tokens, hidden_size] in the compute dtype -> one outcome per row."""
-        dense = self._dense(batch, hidden, segments)
+        copies = CopyOut(hidden.device)
+        get_dense = self._dense(batch, hidden, segments, copies)
+        get_vectors = self._token_vectors(batch, hidden, copies)
+        get_late = self._late_chunks(batch, hidden, segments, copies)
         sparse = self._sparse(batch, hidden, segments)
-        vectors = self._token_vectors(batch, hidden)
-        late = self._late_chunks(batch, hidden, segments)
+        copies.finish()
+        dense, vectors, late = get_dense(), get_vectors(), get_late()
         outcomes: list[ItemOutcome] = []
         for row in range(batch.n_items):
             if row in late:
@@ -80,7 +89,7 @@ class Outputs(nn.Module):
                 continue
             parts = [found[row] for found in (dense, sparse, vectors) if row in found]
             if any(part is None for part in parts):
-                outcomes.append(NonFinite("the model gave NaN or infinity for this item"))
+                outcomes.append(_non_finite())
                 continue
             outcomes.append(
                 ItemResult(
@@ -90,28 +99,34 @@ class Outputs(nn.Module):
         return outcomes
 
     def _dense(
-        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
-    ) -> dict[int, Float32 | None]:
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
+    ) -> Arriving[Float32 | None]:
         rows = _asking(batch, "dense")
         if not rows:
-            return {}
+            return dict
         assert self._spec.pooling is not None, "gpu.checks refuses a dense vector here"
         own = segments if len(rows) == batch.n_items else segments.of(rows)
         vectors = self.dense(pool(hidden, own, self._spec.pooling))
-        found: dict[int, Float32 | None] = {}
         sizes = [self._size(batch, row, vectors.shape[1]) for row in rows]
-        for group, part in finish(vectors, sizes, [self._unit(batch, row) for row in rows]):
-            values = part.cpu().numpy()
-            finite = np.isfinite(values).all(axis=1)
-            for i, value, good in zip(group, values, finite, strict=True):
-                found[rows[i]] = value if good else None
-        return found
+        units = [self._unit(batch, row) for row in rows]
+        groups = [(group, copies.add(part)) for group, part in finish(vectors, sizes, units)]
+
+        def arrived() -> dict[int, Float32 | None]:
+            found: dict[int, Float32 | None] = {}
+            for group, ticket in groups:
+                values = ticket()
+                finite = np.asarray(np.isfinite(values).all(axis=1))
+                for i, value, good in zip(group, values, finite, strict=True):
+                    found[rows[i]] = value if good else None
+            return found
+
+        return arrived
 
     def _late_chunks(
-        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
-    ) -> dict[int, ItemOutcome]:
+        self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
+    ) -> Arriving[ItemOutcome]:
         """Rows that asked for `chunk_tokens`: the mean of each span, as the dense vector is made."""
-        found: dict[int, ItemOutcome] = {}
+        chunked: list[tuple[int, tuple[tuple[int, int], ...], Ticket]] = []
         for row, item in enumerate(batch.items):
             if item.options.chunk_tokens is None:
                 continue
@@ -124,14 +139,20 @@ class Outputs(nn.Module):
             vectors = self.dense(pooled)
             size, unit = self._size(batch, row, vectors.shape[1]), self._unit(batch, row)
             ((_, part),) = finish(vectors, [size] * len(spans), [unit] * len(spans))
-            values = part.cpu().numpy()
-            good = bool(np.isfinite(values).all())
-            found[row] = (
-                ItemResult(multivector=values, spans=tuple(spans))
-                if good
-                else NonFinite("the model gave NaN or infinity for this item")
-            )
-        return found
+            chunked.append((row, tuple(spans), copies.add(part)))
+
+        def arrived() -> dict[int, ItemOutcome]:
+            found: dict[int, ItemOutcome] = {}
+            for row, spans, ticket in chunked:
+                values = ticket()
+                found[row] = (
+                    ItemResult(multivector=values, spans=spans)
+                    if bool(np.isfinite(values).all())
+                    else _non_finite()
+                )
+            return found
+
+        return arrived
 
     def _sparse(
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments
@@ -144,20 +165,23 @@ class Outputs(nn.Module):
         assert self.lexical is not None, "gpu.checks refuses sparse weights here"
         return dict(zip(rows, self.lexical(hidden, batch, rows), strict=True))
 
-    def _token_vectors(self, batch: PackedBatch, hidden: torch.Tensor) -> dict[int, Float32 | None]:
+    def _token_vectors(
+        self, batch: PackedBatch, hidden: torch.Tensor, copies: CopyOut
+    ) -> Arriving[Float32 | None]:
         rows = _asking(batch, "multivector")
         if not rows:
-            return {}
+            return dict
         assert self.token_vectors is not None and self._spec.multivector is not None
         native = self._spec.multivector.dimensions
-        found = self.token_vectors(
+        arrived = self.token_vectors(
             hidden,
             batch,
             rows,
             [self._size(batch, row, native) for row in rows],
             [self._unit(batch, row) for row in rows],
+            copies,
         )
-        return dict(zip(rows, found, strict=True))
+        return lambda: dict(zip(rows, arrived(), strict=True))
 
     @staticmethod
     def _size(batch: PackedBatch, row: int, native: int) -> int | None:
@@ -171,3 +195,7 @@ class Outputs(nn.Module):
 
 def _asking(batch: PackedBatch, output: Output) -> list[int]:
     return [row for row, item in enumerate(batch.items) if output in item.options.outputs]
+
+
+def _non_finite() -> NonFinite:
+    return NonFinite("the model gave NaN or infinity for this item")

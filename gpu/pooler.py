@@ -21,6 +21,7 @@ from .faults import ModelLoadError
 from .fingerprint import weight_files
 from .linears import prepack_one
 from .modules import DenseSpec
+from .staging import row_numbers
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
 
@@ -56,14 +57,14 @@ class Segments:
 def first_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
     """[total_tokens, h] -> [n_items, h]: the first token of each item that is not an excluded prompt."""
     rows = [s + p for s, p in zip(segments.starts, segments.pooled_from, strict=True)]
-    return hidden[torch.tensor(rows, device=hidden.device)]
+    return hidden[row_numbers(rows, hidden.device)]
 
 
 def last_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
     """[total_tokens, h] -> [n_items, h]: the last token of each item."""
     if segments.last is not None:
-        return hidden[torch.tensor(segments.last, device=hidden.device)]
-    return hidden[torch.tensor(segments.ends, device=hidden.device) - 1]
+        return hidden[row_numbers(segments.last, hidden.device)]
+    return hidden[row_numbers([end - 1 for end in segments.ends], hidden.device)]
 
 
 def segments_of(batch: PackedBatch, skipped_pad: int | None = None) -> Segments:
@@ -131,7 +132,7 @@ def finish(
     groups: list[tuple[list[int], torch.Tensor]] = []
     for size, unit in dict.fromkeys(wanted):
         rows = [row for row, key in enumerate(wanted) if key == (size, unit)]
-        part = vectors if len(rows) == len(wanted) else vectors[rows]
+        part = vectors if len(rows) == len(wanted) else vectors[row_numbers(rows, vectors.device)]
         if size is not None:
             part = part[:, :size].contiguous()
         if unit:

@@ -155,7 +155,7 @@ def check_forward(
     return Finding(None, finding.max_diff, bool(torch.equal(alone, states)), served)
 
 
-def compare(got: torch.Tensor, reference: torch.Tensor) -> Finding:
+def compare(got: torch.Tensor, reference: torch.Tensor, against: str = "transformers") -> Finding:
     """Same shape, finite and close: by the largest difference in fp32, by cosine in half precision."""
     if got.shape != reference.shape:
         return Finding(f"shape {tuple(got.shape)} instead of {tuple(reference.shape)}")
@@ -168,9 +168,7 @@ def compare(got: torch.Tensor, reference: torch.Tensor) -> Finding:
         bad = diff > FP32_TOLERANCE
     else:
         bad = float(torch.cosine_similarity(a, b, dim=-1).min()) < HALF_COSINE
-    reason = (
-        f"it differs from transformers by {diff:.1e} of the largest activation" if bad else None
-    )
+    reason = f"it differs from {against} by {diff:.1e} of the largest activation" if bad else None
     return Finding(reason, diff)
 
 

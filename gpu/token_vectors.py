@@ -8,7 +8,7 @@ is that of the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from .linears import prepack_one
 from .outputs_spec import TokenVectorSpec
 from .pooler import NORM_EPS, DenseStack
 from .sparse import load_linear
+from .staging import CopyOut, Ticket, upload
 
 
 class TokenVectors(nn.Module):
@@ -47,17 +48,20 @@ class TokenVectors(nn.Module):
         rows: Sequence[int],
         sizes: Sequence[int | None],
         units: Sequence[bool],
-    ) -> list[Float32 | None]:
-        """One [n_vectors, size] float32 per asked row, on the host; None: it was not finite.
+        copies: CopyOut,
+    ) -> Callable[[], list[Float32 | None]]:
+        """What gives, once `copies` has finished, one [n_vectors, size] float32 per asked row, on the
+        host; None: it was not finite.
 
         hidden: [total_tokens, hidden_size]. sizes, units: cut and normalise, entry by entry of `rows`.
         """
         places = [self._places(batch, row) for row in rows]
-        index = torch.from_numpy(np.concatenate(places)).to(hidden.device)
+        index = np.concatenate(places)
         if len(index) == 0:
-            return [np.zeros((0, size or self._spec.dimensions), np.float32) for size in sizes]
-        vectors = self._project(hidden[index].float())
-        found: list[Float32 | None] = []
+            shapes = [(0, size or self._spec.dimensions) for size in sizes]
+            return lambda: [np.zeros(shape, np.float32) for shape in shapes]
+        vectors = self._project(hidden[upload([index], hidden.device)[0]].float())
+        tickets: list[Ticket] = []
         at = 0
         for place, size, unit in zip(places, sizes, units, strict=True):
             part = vectors[at : at + len(place)]
@@ -67,9 +71,13 @@ class TokenVectors(nn.Module):
             if unit:
                 norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
                 part = part / norm.clamp_min(NORM_EPS)
-            values = part.cpu().numpy()
-            found.append(values if np.isfinite(values).all() else None)
-        return found
+            tickets.append(copies.add(part))
+
+        def arrived() -> list[Float32 | None]:
+            arrays = [ticket() for ticket in tickets]
+            return [values if np.isfinite(values).all() else None for values in arrays]
+
+        return arrived
 
     def _places(self, batch: PackedBatch, row: int) -> npt.NDArray[np.int64]:
         """Token offsets in the pack of those that give a vector."""

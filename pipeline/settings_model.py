@@ -114,6 +114,13 @@ class ModelSettings(Record, frozen=True, kw_only=True):
         bool,
         Meta(description="Documents of one query share its computation, where the model can."),
     ] = False
+    cuda_graphs: Annotated[
+        Literal["off", "auto"],
+        Meta(
+            description='On CUDA: "auto" runs small packs as CUDA graphs, where the model can. Off by '
+            "default, because it has not been run on a GPU yet."
+        ),
+    ] = "off"
     empty_input: Annotated[
         Literal["error", "embed"],
         Meta(description="An empty text: answer `empty_input`, or embed its special tokens."),

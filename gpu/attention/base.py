@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from gpu.batch import PackedBatch
+from gpu.staging import upload
 
 
 class AttentionError(RuntimeError):
@@ -198,9 +199,8 @@ class PackLayout:
     @cached_property
     def cu_seqlens_device(self) -> torch.Tensor:
         """[n_items + 1] int32, on the layout's device."""
-        if self.device.type == "cuda":  # from pinned memory, so that the host need not wait
-            return self.cu_seqlens_cpu.pin_memory().to(self.device, non_blocking=True)
-        return self.cu_seqlens_cpu.to(self.device)
+        # Through pinned memory, so that the host need not wait.
+        return upload([self.cu_seqlens_cpu.numpy()], self.device, torch.int32)[0]
 
 
 class AttentionBackend(Protocol):

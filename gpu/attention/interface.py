@@ -11,11 +11,9 @@ What must stay true:
   - a forward that did not reach this function as often as it has layers is wrong silently (MPNet and
     DeBERTa accept the name and ignore it), so `calls` and `masks_seen` are there for the self-check.
 
-CUDA graphs, later: the function is a split point that needs no change here. Everything between two
-attention calls can be captured per token bucket, because the only thing that enters from outside is
-the thread-local context; wrap `attention` in a `torch.library` custom op (q, k, v, layer number in,
-[total_tokens, n_heads, head_dim] out) whose body looks the plan up in the context, and leave it
-uncaptured: FlashInfer's `plan` copies to the host and may not run inside a capture.
+CUDA graphs: the function is where they are cut. `gpu.cuda_graphs` enters a context of its own, whose
+`attend` ends one recording and begins the next; attention itself is never recorded, because FlashInfer's
+`plan` copies to the host and may not run inside a capture.
 """
 
 from __future__ import annotations
@@ -198,7 +196,8 @@ def current_context() -> PackedContext | PaddedContext | None:
 
 
 @contextmanager
-def _entered(context: Any) -> Iterator[Any]:
+def entered(context: Any) -> Iterator[Any]:
+    """Calls from this thread go to `context`; a nested one hides the outer one."""
     outer = getattr(_state, "context", None)
     _state.context = context
     try:
@@ -223,7 +222,7 @@ def packed_context(
         multi_item: prefix and items of each sequence, for multi-item scoring.
     """
     layout = PackLayout.of(batch, device, multi_item)
-    with _entered(PackedContext(layout, backends or (SdpaBackend(),))) as context:
+    with entered(PackedContext(layout, backends or (SdpaBackend(),))) as context:
         yield context
 
 
@@ -234,7 +233,7 @@ def padded_context(attention_mask: torch.Tensor) -> Iterator[PaddedContext]:
     Args:
         attention_mask: [n_items, T] bool (or 0/1), true where a token is; padding on either side.
     """
-    with _entered(PaddedContext(attention_mask)) as context:
+    with entered(PaddedContext(attention_mask)) as context:
         yield context
 
 

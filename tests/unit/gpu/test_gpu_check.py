@@ -18,7 +18,9 @@ def test_dry_run(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "rows.json").read_text())
     assert document["about"]["dry_run"] is True and document["bad"] == []
     sections = {row["section"] for row in document["rows"]}
-    assert sections == {"numbers", "invariance", "nan", "model", "runner", "layer"}
+    assert sections == {
+        "numbers", "invariance", "nan", "model", "runner", "layer", "staging", "graphs",
+    }  # fmt: skip
     refused = [row["why"] for row in document["rows"] if "why" in row]
     assert refused and all(why == "refused: runs on CUDA, not on cpu" for why in refused)
 
