@@ -108,10 +108,13 @@ class Packer:
         budget, used = self.policy.max_batch_tokens, 0
         both = bool(self._lanes["interactive"]) and bool(self._lanes["bulk"])
         if both:
+            # An item above the cap would wait for as long as interactive items come.
+            head_tokens = self._lanes["bulk"][0].n_tokens
             self._bulk_credit = min(
-                self._bulk_credit + self.policy.bulk_floor * budget, 2.0 * budget
+                self._bulk_credit + self.policy.bulk_floor * budget,
+                max(2.0 * budget, float(head_tokens)),
             )
-            if self._bulk_credit >= self._lanes["bulk"][0].n_tokens:
+            if self._bulk_credit >= head_tokens:
                 share = min(int(self._bulk_credit), budget)
                 used = self._fill("bulk", take, share, epoch_ms, alone_ok=True)
                 self._bulk_credit -= used

@@ -131,3 +131,14 @@ def test_every_item_leaves_exactly_once_and_budgets_hold(
         seen.extend(id(one) for one in take.batch)
     assert sorted(seen) == sorted(id(one) for lane in entries.values() for one in lane)
     assert box.queued_tokens() == 0 and len(box) == 0
+
+
+def test_a_long_bulk_item_is_not_starved_by_a_busy_interactive_lane() -> None:
+    """Bulk's credit grows until its head fits, also when the head is far above the budget."""
+    box = packer(bulk_floor=0.2)
+    box.add([entry(900)], "bulk")
+    for _ in range(100):
+        box.add([entry(100)], "interactive")
+        if 900 in lengths(box.next_batch(0.0, 0, idle=True).batch):
+            return
+    raise AssertionError("the long bulk item never travelled")
