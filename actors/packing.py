@@ -166,8 +166,9 @@ class Packer:
 
     def _bring_near_lengths_forward(self, queue: deque[Entry]) -> None:
         window = [queue.popleft() for _ in range(min(len(queue), self.policy.max_reorder_items))]
-        head = window[0]
-        rest = sorted(window[1:], key=lambda entry: abs(entry.n_tokens - head.n_tokens))
+        # The oldest, not the first: an item that earlier rounds sorted back must not stay there.
+        head = window.pop(min(range(len(window)), key=lambda i: window[i].enqueued_at))
+        rest = sorted(window, key=lambda entry: abs(entry.n_tokens - head.n_tokens))
         queue.extendleft(reversed([head, *rest]))
 
 

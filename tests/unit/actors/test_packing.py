@@ -142,3 +142,14 @@ def test_a_long_bulk_item_is_not_starved_by_a_busy_interactive_lane() -> None:
         if 900 in lengths(box.next_batch(0.0, 0, idle=True).batch):
             return
     raise AssertionError("the long bulk item never travelled")
+
+
+def test_grouping_by_length_never_passes_the_oldest_item_over() -> None:
+    """Padded models: an item of an odd length travels although near lengths keep coming."""
+    box = packer(group_lengths=True, max_reorder_items=16)
+    box.add([entry(10, at=0.0), entry(90, at=0.0)], "bulk")
+    for now in range(1, 50):
+        box.add([entry(10, at=float(now)) for _ in range(10)], "bulk")
+        if 90 in lengths(box.next_batch(float(now), 0, idle=True).batch):
+            return
+    raise AssertionError("the long item never travelled")
