@@ -11,22 +11,40 @@ import json
 from collections.abc import Mapping
 
 from actors.ports import Delivery
-from schemas import headers
+from schemas import headers as record_headers
 from schemas.errors import EmbedstreamError
 
 ORIGINAL_BYTES = "embedstream-original-bytes"
 """Header of a dead letter whose body was cut because the broker takes no larger one."""
 
 
+def cut_to_fit(
+    delivery: Delivery, headers: Mapping[str, bytes], limit_bytes: int
+) -> tuple[bytes, dict[str, bytes]]:
+    """A body and headers well below `limit_bytes`: the body's beginning takes half of it at most,
+    the original's headers a quarter, small ones first; ours stay whole."""
+    body = delivery.body or b""
+    kept, room = dict(headers), limit_bytes // 4
+    foreign = [name for name in headers if name not in record_headers.DEAD_LETTER_HEADERS]
+    for name in sorted(foreign, key=lambda name: len(name) + len(headers[name])):
+        room -= len(name) + len(headers[name])
+        if room < 0:
+            del kept[name]
+    if len(body) > limit_bytes // 2:
+        kept[ORIGINAL_BYTES] = str(len(body)).encode()
+        body = body[: limit_bytes // 2]
+    return body, kept
+
+
 def dead_letter_headers(
-    delivery: Delivery, error: EmbedstreamError, kind: headers.DeadLetterKind
+    delivery: Delivery, error: EmbedstreamError, kind: record_headers.DeadLetterKind
 ) -> dict[str, bytes]:
     """Original headers, then code, message, origin (JSON), attempts and kind of the dead letter."""
     ours: Mapping[str, str] = {
-        headers.DEAD_LETTER_CODE: error.code,
-        headers.DEAD_LETTER_MESSAGE: error.message,
-        headers.DEAD_LETTER_ORIGIN: json.dumps(dict(delivery.origin), separators=(",", ":")),
-        headers.DEAD_LETTER_ATTEMPTS: str(delivery.attempt),
-        headers.DEAD_LETTER_KIND: kind,
+        record_headers.DEAD_LETTER_CODE: error.code,
+        record_headers.DEAD_LETTER_MESSAGE: error.message,
+        record_headers.DEAD_LETTER_ORIGIN: json.dumps(dict(delivery.origin), separators=(",", ":")),
+        record_headers.DEAD_LETTER_ATTEMPTS: str(delivery.attempt),
+        record_headers.DEAD_LETTER_KIND: kind,
     }
     return {**delivery.headers, **{name: value.encode() for name, value in ours.items()}}

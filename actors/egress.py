@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from actors.dead_letters import ORIGINAL_BYTES, dead_letter_headers
+from actors.dead_letters import cut_to_fit, dead_letter_headers
 from actors.in_flight import InFlightTable
 from actors.mailbox import Mailbox
 from actors.messages import InFlight, Outgoing
@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 HEADER_ROOM_BYTES = 1024
 """Kept free under the broker's record limit for headers and framing."""
+MIN_DEAD_LETTER_BYTES = 256
+"""A destination that refuses even this takes no dead letter at all."""
 OFF_LOOP_NUMBERS = 20_000
 """Numbers in a reply above which encoding leaves the event loop (JSON writes about 5 M floats/s)."""
 
@@ -198,13 +200,19 @@ class Egress:
         sink, key = outgoing.route.sink, outgoing.request_id
         for delivery in outgoing.deliveries:
             body, headers = delivery.body or b"", dead_letter_headers(delivery, letter, kind)
-            try:
-                await self._publish(sink, sink.dead_letter_destination, key, body, headers)
-            except RecordTooLargeForBroker as error:
-                # The original with our headers no longer fits: its beginning does, and says so.
-                headers[ORIGINAL_BYTES] = str(len(body)).encode()
-                room = (error.limit_bytes or error.given_bytes) // 2
-                await self._publish(sink, sink.dead_letter_destination, key, body[:room], headers)
+            all_headers, limit = headers, 0
+            while True:
+                try:
+                    await self._publish(sink, sink.dead_letter_destination, key, body, headers)
+                    break
+                except RecordTooLargeForBroker as error:
+                    # The original with our headers no longer fits: its beginning does, and says
+                    # so. The destination's own limit may be below the one that we are told.
+                    told = error.limit_bytes or error.given_bytes
+                    limit = limit // 2 if limit else min(told, error.given_bytes)
+                    if limit < MIN_DEAD_LETTER_BYTES:
+                        raise GaveUp("no dead letter is small enough", permanent=True) from error
+                    body, headers = cut_to_fit(delivery, all_headers, limit)
             self._metrics.count("dead_letters_total", kind=kind)
 
     async def _publish_small_enough(
@@ -221,7 +229,10 @@ class Egress:
                     given=error.given_bytes,
                 ),
             )
-            await self._publish_bodies(outgoing, destination, failure, limit_bytes)
+            try:
+                await self._publish_bodies(outgoing, destination, failure, limit_bytes)
+            except RecordTooLargeForBroker as too_large:
+                raise GaveUp(str(too_large), permanent=True) from too_large
 
     async def _publish_reply(
         self, outgoing: Outgoing, destination: str, limit_bytes: int | None
