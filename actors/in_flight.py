@@ -23,6 +23,7 @@ class InFlightTable:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self._all: dict[InFlight, None] = {}  # oldest first
         self._by_key: dict[tuple[str, str, str, bytes], InFlight] = {}
         self._by_id: dict[str, set[InFlight]] = {}
         self._room = asyncio.Event()
@@ -31,16 +32,20 @@ class InFlightTable:
         self._empty.set()
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._all)
 
     def __iter__(self) -> Iterator[InFlight]:
-        return iter(list(self._by_key.values()))
+        return iter(list(self._all))
 
     def join(self, key: tuple[str, str, str, bytes], delivery: Delivery) -> InFlight | None:
-        """The running twin of a request, which now also owns `delivery`; None when there is none."""
+        """The running twin of a request, which now also owns `delivery`; None when there is none.
+
+        One that was cancelled, expired or failed is no twin: who asks again wants an answer.
+        """
         twin = self._by_key.get(key)
-        if twin is not None:
-            twin.deliveries.append(delivery)
+        if twin is None or twin.failure is not None:
+            return None
+        twin.deliveries.append(delivery)
         return twin
 
     def with_id(self, request_id: str) -> list[InFlight]:
@@ -50,28 +55,31 @@ class InFlightTable:
     def add(self, in_flight: InFlight) -> None:
         """Charge the budgets and remember it."""
         self._admission.charge(in_flight.lane, in_flight.cost_bytes)
+        self._all[in_flight] = None
         self._by_key[in_flight.join_key] = in_flight
         self._by_id.setdefault(in_flight.request.id, set()).add(in_flight)
         self._empty.clear()
 
     def charge_tokens(self, in_flight: InFlight, tokens: int) -> None:
         """Charge what encoding made of (a slice of) a request; refunded by `remove`."""
-        if self._by_key.get(in_flight.join_key) is in_flight:
+        if in_flight in self._all:
             in_flight.charged_tokens += tokens
             self._admission.charge_tokens(in_flight.lane, tokens)
 
     def remove(self, in_flight: InFlight) -> None:
         """Refund the budgets and forget it. Idempotent."""
-        if self._by_key.get(in_flight.join_key) is not in_flight:
+        if in_flight not in self._all:
             return
-        del self._by_key[in_flight.join_key]
+        del self._all[in_flight]
+        if self._by_key.get(in_flight.join_key) is in_flight:
+            del self._by_key[in_flight.join_key]
         same_id = self._by_id[in_flight.request.id]
         same_id.discard(in_flight)
         if not same_id:
             del self._by_id[in_flight.request.id]
         self._admission.refund(in_flight.lane, in_flight.cost_bytes, in_flight.charged_tokens)
         self._room.set()
-        if not self._by_key:
+        if not self._all:
             self._empty.set()
 
     async def wait_for_room(self) -> None:

@@ -25,6 +25,7 @@ from pipeline.settings import (
     Settings,
 )
 from schemas.codec import decode_reply, join_parts
+from schemas.requests import LANES
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids, fake_vector
 
@@ -277,6 +278,29 @@ async def test_the_same_request_twice_at_once_is_computed_once() -> None:
             await asyncio.sleep(0)
         replies = broker.replies("inproc:twin")
     assert len(replies) == 1 and len(runner.batches) == 1 and broker.settled == 2
+
+
+async def test_a_request_sent_again_after_its_cancel_is_answered() -> None:
+    """F10: never silence: a withdrawn twin, not yet answered, takes no new delivery with it."""
+    gate = threading.Event()
+    runner = FakeRunner(before_forward=until(gate))
+    async with service(runner) as running:
+        broker = running._broker
+        await broker.put(msgpack.packb({"id": "busy", "input": "busy " * 60}))
+        body = msgpack.packb({"id": "again", "input": "some text"})
+        headers = {"reply-to": b"inproc:again"}
+        await broker.put(body, headers)
+        await broker.put(msgpack.packb({"task": "cancel", "id": "again"}))
+        await broker.put(body, headers)
+        gate.set()
+        while broker.unsettled:
+            await asyncio.sleep(0)
+        replies = [decode_reply(one.body, one.headers) for one in broker.replies("inproc:again")]
+        assert running.app.table is not None and len(running.app.table) == 0
+        assert all(running.app.table.count(lane) == 0 for lane in LANES)
+    assert len(replies) == 2, "the second request was settled without an answer of its own"
+    assert isinstance(replies[0], FailureReply) and replies[0].error.code == "cancelled"
+    assert isinstance(replies[1], Reply)
 
 
 async def test_publish_failures_are_retried_and_nothing_is_lost() -> None:
