@@ -303,6 +303,26 @@ async def test_a_request_sent_again_after_its_cancel_is_answered() -> None:
     assert isinstance(replies[1], Reply)
 
 
+async def test_a_twin_with_another_deadline_is_not_joined() -> None:
+    """F10, G10: the same bytes under a later `deadline-ms` header do not expire with their twin."""
+    gate = threading.Event()
+    runner = FakeRunner(before_forward=until(gate))
+    async with service(runner) as running:
+        broker = running._broker
+        await broker.put(msgpack.packb({"id": "busy", "input": "busy " * 60}))
+        body = msgpack.packb({"id": "late", "input": "some text"})
+        soon = int(time.time() * 1000) + 300
+        for deadline_ms in (soon, soon + 3_600_000):
+            await broker.put(body, {"reply-to": b"inproc:late", "deadline-ms": b"%d" % deadline_ms})
+        while broker.unsettled == 3:  # until the sweep has answered the first one
+            await asyncio.sleep(0.01)
+        gate.set()
+        while broker.unsettled:
+            await asyncio.sleep(0)
+        replies = [decode_reply(one.body, one.headers) for one in broker.replies("inproc:late")]
+    assert [type(reply) for reply in replies] == [FailureReply, Reply]
+
+
 async def test_publish_failures_are_retried_and_nothing_is_lost() -> None:
     """E11, F07: the broker refuses three times, then takes the reply; settled only afterwards."""
     metrics = RecordingMetrics()
