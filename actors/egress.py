@@ -349,8 +349,11 @@ def _outcome_label(in_flight: InFlight) -> str:
 def _numbers_in(reply: Reply | FailureReply) -> int:
     if isinstance(reply, FailureReply):
         return 0
-    per_item = reply.dimensions or 1
-    return per_item * len(reply.items)
+    per_vector, n_vectors, n_sparse = reply.dimensions or 1, len(reply.items), 0
+    for item in reply.items:
+        n_vectors += len(item.multivector or ())
+        n_sparse += 0 if item.sparse is None else 2 * len(item.sparse.indices)
+    return per_vector * n_vectors + n_sparse
 
 
 def _kind(destination: str) -> str:
