@@ -4,7 +4,8 @@ Who calls it: the tokenizer and the dispatcher `complete` items or `fail` reques
 records that never became in-flight requests. Publishers (supervised tasks) do the rest.
 What must stay true: a reply is durable before its delivery is settled; each request leaves once;
 every budget charged is refunded on every path; what cannot be published within `attempts` is
-released (delivered again later), never dropped. The mailbox is bounded by admission plus the refusal slots.
+released (delivered again later), never dropped; a broker that hangs holds up its own route alone.
+The mailbox of a route is bounded by admission plus the refusal slots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import structlog
 from actors.dead_letters import cut_to_fit, dead_letter_headers
 from actors.in_flight import InFlightTable
 from actors.mailbox import Mailbox
-from actors.messages import InFlight, Outgoing
+from actors.messages import InFlight, Outgoing, Route
 from actors.ports import Clock, Metrics, PublishError, RecordTooLargeForBroker, Sink
 from actors.replies import build_reply
 from gpu.batch import ItemOutcome, ModelInfo
@@ -43,7 +44,7 @@ OFF_LOOP_NUMBERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class PublishPolicy:
-    """At most `attempts` tries; the wait between them doubles from first_backoff_s up to
+    """At most `max_concurrent` publishes of one route at once and `attempts` tries each; the wait between them doubles from first_backoff_s up to
     max_backoff_s, with jitter. `split_replies`: cut a reply that is too large into parts."""
 
     max_concurrent: int = 64
@@ -59,6 +60,14 @@ class GaveUp(Exception):
     def __init__(self, message: str, *, permanent: bool) -> None:
         super().__init__(message)
         self.permanent = permanent
+
+
+class _Outbox:
+    """What waits to be published for one route, so that its broker holds up no other route."""
+
+    def __init__(self, name: str, max_waiting: int, refusal_slots: int) -> None:
+        self.mailbox: Mailbox[Outgoing] = Mailbox(name, max_items=max_waiting + refusal_slots)
+        self.refusals = asyncio.Semaphore(refusal_slots)
 
 
 class Egress:
@@ -78,19 +87,27 @@ class Egress:
         max_waiting: int,
         clock: Clock,
         metrics: Metrics,
-        refusal_slots: int = 256,
+        refusal_slots: int = 256,  # of each route
     ) -> None:
         self._table = table
         self._infos = infos
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
-        self._mailbox: Mailbox[Outgoing] = Mailbox("egress", max_items=max_waiting + refusal_slots)
-        self._refusals = asyncio.Semaphore(refusal_slots)
+        self._max_waiting = max_waiting
+        self._refusal_slots = refusal_slots
+        self._outboxes: dict[str, _Outbox] = {}  # by route
         self._n_busy = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="reply-encoder")
+
+    def _outbox(self, route: Route) -> _Outbox:
+        outbox = self._outboxes.get(route.name)
+        if outbox is None:
+            outbox = _Outbox(f"egress.{route.name}", self._max_waiting, self._refusal_slots)
+            self._outboxes[route.name] = outbox
+        return outbox
 
     # --- called by the other stations; none of these waits -------------------------------------
 
@@ -109,7 +126,7 @@ class Egress:
     def _send(self, in_flight: InFlight) -> None:
         request = in_flight.request
         self._quiet.clear()
-        self._mailbox.put_nowait(
+        self._outbox(in_flight.route).mailbox.put_nowait(
             Outgoing(
                 route=in_flight.route,
                 deliveries=in_flight.deliveries,
@@ -124,22 +141,24 @@ class Egress:
 
     async def refuse(self, outgoing: Outgoing) -> None:
         """Send a failure or dead letter for a record that was never admitted; waits for a slot."""
-        await self._refusals.acquire()
+        outbox = self._outbox(outgoing.route)
+        await outbox.refusals.acquire()
         self._quiet.clear()
-        self._mailbox.put_nowait(outgoing)
+        outbox.mailbox.put_nowait(outgoing)
 
     # --- publishers ----------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """One publisher; `policy.max_concurrent` of them run."""
+    async def run(self, route: Route) -> None:
+        """One publisher; `policy.max_concurrent` of them run for each route."""
+        mailbox = self._outbox(route).mailbox
         while True:
-            outgoing = await self._mailbox.get()
+            outgoing = await mailbox.get()
             self._n_busy += 1
             try:
                 await self._process(outgoing)
             finally:
                 self._n_busy -= 1
-                if not len(self._mailbox) and not self._n_busy:
+                if not self._n_busy and not any(len(o.mailbox) for o in self._outboxes.values()):
                     self._quiet.set()
 
     async def _process(self, outgoing: Outgoing) -> None:
@@ -165,7 +184,7 @@ class Egress:
             if outgoing.in_flight is not None:
                 self._table.remove(outgoing.in_flight)
             else:
-                self._refusals.release()
+                self._outbox(outgoing.route).refusals.release()
         if settled:
             self._note(outgoing)
 
@@ -332,9 +351,10 @@ class Egress:
     def close(self) -> None:
         """Stop the encoder thread and release what was never published."""
         self._encode_thread.shutdown(wait=False, cancel_futures=True)
-        while (outgoing := self._mailbox.get_nowait()) is not None:
-            for delivery in outgoing.deliveries:
-                delivery.release("stopped before the reply was published")
+        for outbox in self._outboxes.values():
+            while (outgoing := outbox.mailbox.get_nowait()) is not None:
+                for delivery in outgoing.deliveries:
+                    delivery.release("stopped before the reply was published")
 
 
 def _outcome_label(in_flight: InFlight) -> str:

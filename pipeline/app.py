@@ -217,8 +217,9 @@ class App:
             for route in self.routes
         ]
 
-        for number in range(settings.publish.max_concurrent):
-            supervisor.start(f"publisher.{number}", egress.run)
+        for route in self.routes:
+            for number in range(settings.publish.max_concurrent):
+                supervisor.start(f"publisher.{route.name}.{number}", _bind(egress.run, route))
         supervisor.start("dispatcher", dispatcher.run)
         supervisor.start("housekeeping", self.housekeeping.run)
         for name, tokenizer in tokenizers.items():

@@ -163,7 +163,10 @@ class PublishSettings(Record, frozen=True, kw_only=True):
         float, Meta(ge=1, le=600_000, description="Longest wait between two tries.")
     ] = 5_000.0
     max_concurrent: Annotated[
-        int, Meta(ge=1, le=65_536, description="Replies on their way to the broker at once.")
+        int,
+        Meta(
+            ge=1, le=65_536, description="Replies of one route on their way to the broker at once."
+        ),
     ] = 64
     split_replies: Annotated[
         bool,

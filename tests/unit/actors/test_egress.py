@@ -46,10 +46,13 @@ class StrictSink:
     async def aclose(self) -> None: ...
 
 
+def route_to(sink: StrictSink) -> Route:
+    return Route("r", "bulk", source=None, sink=sink, models={})  # type: ignore[arg-type]
+
+
 def outgoing(sink: StrictSink, delivery: FakeDelivery) -> Outgoing:
-    route = Route("r", "bulk", source=None, sink=sink, models={})  # type: ignore[arg-type]
     return Outgoing(
-        route=route,
+        route=route_to(sink),
         deliveries=[delivery],
         in_flight=None,
         request_id="id-1",
@@ -60,12 +63,12 @@ def outgoing(sink: StrictSink, delivery: FakeDelivery) -> Outgoing:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Egress]:
+async def running(sink: StrictSink) -> AsyncIterator[Egress]:
     clock, metrics = SystemClock(), RecordingMetrics()
     table = InFlightTable(Admission({lane: LaneBudget() for lane in LANES}))
     egress = Egress(table, {}, policy=PublishPolicy(), max_waiting=16, clock=clock, metrics=metrics)
     async with Supervisor(clock=clock, metrics=metrics) as supervisor:
-        supervisor.start("publisher", egress.run)
+        supervisor.start("publisher", lambda: egress.run(route_to(sink)))
         yield egress
         await egress.wait_quiet()
     egress.close()
@@ -78,7 +81,7 @@ async def test_a_dead_letter_with_large_headers_is_written_without_them() -> Non
         body=b"x" * 100,
         headers={"embedstream-huge": b"h" * 9000, "tenant": b"a", "other": b"o" * 5000},
     )
-    async with running() as egress:
+    async with running(sink) as egress:
         await egress.refuse(outgoing(sink, delivery))
     assert delivery.outcome == "settled"
     [(destination, body, headers)] = sink.taken
@@ -91,7 +94,7 @@ async def test_a_dead_letter_fits_a_limit_that_is_below_the_one_told() -> None:
     """E07: a topic's own limit is below the client's: the body is cut until it fits."""
     for sink in (StrictSink(claimed_bytes=1_000_000), StrictSink(tells=False)):
         delivery = FakeDelivery(body=b"x" * 100_000)
-        async with running() as egress:
+        async with running(sink) as egress:
             await egress.refuse(outgoing(sink, delivery))
         assert delivery.outcome == "settled"
         [(_, body, headers)] = sink.taken
@@ -109,11 +112,10 @@ async def test_a_reply_that_no_record_holds_ends_in_a_dead_letter() -> None:
             await super().publish(destination, key, body, headers)
 
     sink, delivery = Narrow(), FakeDelivery(body=b"x")
-    route = Route("r", "bulk", source=None, sink=sink, models={})  # type: ignore[arg-type]
-    async with running() as egress:
+    async with running(sink) as egress:
         await egress.refuse(
             Outgoing(
-                route=route,
+                route=route_to(sink),
                 deliveries=[delivery],
                 in_flight=None,
                 request_id="id-1",

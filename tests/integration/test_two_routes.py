@@ -1,0 +1,84 @@
+"""Two routes in one service: one broken broker must not silence the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgpack
+
+from pipeline.app import App
+from pipeline.lifecycle import StopSignal
+from pipeline.settings import PublishSettings, RouteSettings, Settings
+from pipeline.transports import Transport
+from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource
+from tests.support.fakes import FakeRunner
+
+NAMES = ("one", "two")
+
+
+@asynccontextmanager
+async def running(brokers: dict[str, InprocBroker], publish: PublishSettings) -> AsyncIterator[App]:
+    transports = {
+        name: Transport(InprocSource(broker), InprocSink(broker))
+        for name, broker in brokers.items()
+    }
+    app = App(
+        Settings(
+            routes=tuple(RouteSettings(name=name, source=f"inproc://{name}") for name in NAMES),
+            publish=publish,
+        ),
+        transports=transports,
+        runner_factories={"fake": FakeRunner},
+    )
+    stop = StopSignal(0.2)
+    for transport in transports.values():
+        await transport.source.open()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(app.run(stop))
+        await app.ready.wait()
+        try:
+            yield app
+        finally:
+            stop.request("test over")
+
+
+async def test_a_route_whose_broker_hangs_does_not_hold_up_the_others() -> None:
+    """E11: every publisher that waits for a dead broker belongs to that broker's route."""
+    brokers = {name: InprocBroker() for name in NAMES}
+    entered, never = asyncio.Semaphore(0), asyncio.Event()
+
+    async def hang(destination: str, body: bytes) -> None:
+        entered.release()
+        await never.wait()
+
+    brokers["one"].faults.before_publish = hang
+    async with running(brokers, PublishSettings(max_concurrent=2)):
+        for i in range(5):
+            await brokers["one"].put(msgpack.packb({"id": f"r{i}", "input": "x"}))
+        for _ in range(2):
+            await entered.acquire()
+        async with asyncio.timeout(10):
+            replies = await brokers["two"].submit(msgpack.packb({"id": "b", "input": "x"}))
+    assert len(replies) == 1
+
+
+async def test_refusals_of_a_route_whose_broker_hangs_do_not_hold_up_the_others() -> None:
+    """E11: nor do its refusals take the slots of the others."""
+    brokers = {name: InprocBroker() for name in NAMES}
+    entered, never = asyncio.Semaphore(0), asyncio.Event()
+
+    async def hang(destination: str, body: bytes) -> None:
+        entered.release()
+        await never.wait()
+
+    brokers["one"].faults.before_publish = hang
+    async with running(brokers, PublishSettings(max_concurrent=2)):
+        for _ in range(300):
+            await brokers["one"].put(b"\xff\x00")
+        for _ in range(2):
+            await entered.acquire()
+        async with asyncio.timeout(10):
+            replies = await brokers["two"].submit(msgpack.packb({"id": "b", "input": []}))
+    assert len(replies) == 1
