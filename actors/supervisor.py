@@ -57,6 +57,7 @@ class Supervisor:
         self.fatal: BaseException | None = None
         self.fatal_actor: str | None = None
         self._ended = asyncio.Event()
+        self._stopping = False
         self.restarts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -69,6 +70,7 @@ class Supervisor:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._stopping = True
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(exc_type, exc, traceback)
@@ -109,6 +111,9 @@ class Supervisor:
                 self._end(name, error)
                 return
             except Exception as error:
+                if self._stopping:  # its clean-up failed: a restart would outlive the cancellation
+                    log.error("actor_failed_while_stopping", actor=name, exc_info=error)
+                    return
                 now = self._clock.monotonic()
                 while crashes and now - crashes[0] > policy.window_s:
                     crashes.popleft()
