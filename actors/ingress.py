@@ -212,7 +212,8 @@ class Ingress:
         return request.reply_to
 
     def _cancel(self, request_id: str) -> None:
-        found = self._table.with_id(request_id)
+        # Who may write to this source need not be allowed to touch what came in through another.
+        found = [one for one in self._table.with_id(request_id) if one.route is self.route]
         for in_flight in found:
             self._egress.fail(in_flight, Cancelled("withdrawn by a cancel record"))
         self._metrics.count(

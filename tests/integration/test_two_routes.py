@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgpack
 
+from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.settings import PublishSettings, RouteSettings, Settings
 from pipeline.transports import Transport
 from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource
+from schemas.codec import decode_reply
+from schemas.results import Reply
 from tests.support.fakes import FakeRunner
 
 NAMES = ("one", "two")
 
 
 @asynccontextmanager
-async def running(brokers: dict[str, InprocBroker], publish: PublishSettings) -> AsyncIterator[App]:
+async def running(
+    brokers: dict[str, InprocBroker], publish: PublishSettings, runner: FakeRunner | None = None
+) -> AsyncIterator[App]:
     transports = {
         name: Transport(InprocSource(broker), InprocSink(broker))
         for name, broker in brokers.items()
@@ -30,7 +36,7 @@ async def running(brokers: dict[str, InprocBroker], publish: PublishSettings) ->
             publish=publish,
         ),
         transports=transports,
-        runner_factories={"fake": FakeRunner},
+        runner_factories={"fake": lambda: runner or FakeRunner()},
     )
     stop = StopSignal(0.2)
     for transport in transports.values():
@@ -82,3 +88,24 @@ async def test_refusals_of_a_route_whose_broker_hangs_do_not_hold_up_the_others(
         async with asyncio.timeout(10):
             replies = await brokers["two"].submit(msgpack.packb({"id": "b", "input": []}))
     assert len(replies) == 1
+
+
+async def test_a_cancel_record_reaches_requests_of_its_own_route_only() -> None:
+    """G10: who may write to one topic must not withdraw what came in through another."""
+    brokers = {name: InprocBroker() for name in NAMES}
+    gate = threading.Event()
+
+    def wait(batch: PackedBatch) -> None:
+        assert gate.wait(20)
+
+    runner = FakeRunner(before_forward=wait)
+    async with running(brokers, PublishSettings(), runner), asyncio.TaskGroup() as group:
+        asked = group.create_task(
+            brokers["one"].submit(msgpack.packb({"id": "secret", "input": "x"}))
+        )
+        while not brokers["one"].unsettled:
+            await asyncio.sleep(0)
+        await brokers["two"].submit(msgpack.packb({"task": "cancel", "id": "secret"}))
+        gate.set()
+    [reply] = asked.result()
+    assert isinstance(decode_reply(reply.body, reply.headers), Reply)
