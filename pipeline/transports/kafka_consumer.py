@@ -15,6 +15,7 @@ import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
+from . import kafka_records
 from .kafka_clients import client_settings, closed_in_time
 from .options import KafkaOptions
 
@@ -28,6 +29,7 @@ _CUT_TIMEOUT_S = 1.0
 
 async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaConsumer:
     """A connected consumer without a subscription. Raises `KafkaError` or `TimeoutError`."""
+    kafka_records.install()
     consumer = AIOKafkaConsumer(
         **client_settings(options),
         group_id=options.group,
