@@ -9,6 +9,7 @@ or released (stopped while it waited). Nothing is decoded twice; user text is ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ log = structlog.get_logger(__name__)
 OFF_LOOP_BYTES = 128 * 1024
 """Records above this are decoded in a thread: 1 MB of JSON takes some 10 ms, and the event loop
 also sends Kafka's heartbeats (bug log E03)."""
+
+_LONGEST_WAIT_S = 3600.0  # of one look; a deadline may be any number
 
 
 class Ingress:
@@ -175,7 +178,7 @@ class Ingress:
                 return
             if isinstance(decision, Accept):
                 break
-            await self._wait_for_room(decision.reason)
+            await self._wait_for_room(decision.reason, request.deadline_ms)
         in_flight = InFlight(
             request=request,
             route=self.route,
@@ -192,13 +195,19 @@ class Ingress:
         self._current = None  # owned by the table from here
         await self._tokenizers[model].put(in_flight)
 
-    async def _wait_for_room(self, reason: str) -> None:
+    async def _wait_for_room(self, reason: str, deadline_ms: int | None) -> None:
+        """Until something leaves, or the sender's deadline: it is answered then, not after the jam."""
         source = self.route.source
         source.pause()
         self._metrics.gauge("source_paused", 1, route=self.route.name)
         log.debug("source_paused", route=self.route.name, reason=reason)
+        wait_s = None
+        if deadline_ms is not None:
+            wait_s = max(0.0, min((deadline_ms - self._clock.epoch_ms()) / 1000, _LONGEST_WAIT_S))
         try:
-            await self._table.wait_for_room()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._table.wait_for_room()
         finally:
             source.resume()
             self._metrics.gauge("source_paused", 0, route=self.route.name)

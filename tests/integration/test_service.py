@@ -421,6 +421,24 @@ async def test_an_interactive_request_is_refused_when_its_lane_is_full_and_bulk_
     assert all(isinstance(reply, Reply) for reply in replies)
 
 
+async def test_a_request_that_expires_while_its_lane_is_full_is_answered_then() -> None:
+    """G10: waiting for room ends at the deadline, not when something leaves."""
+    gate = threading.Event()
+    runner = FakeRunner(before_forward=until(gate))
+    settings = Settings(admission=AdmissionSettings(bulk=LaneAdmission(max_in_flight_requests=1)))
+    async with service(runner, settings=settings) as running:
+        first = asyncio.ensure_future(ask(running, {"id": "first", "input": "x"}))
+        while running.app.table is None or not len(running.app.table):
+            await asyncio.sleep(0)
+        soon = int(time.time() * 1000) + 200
+        async with asyncio.timeout(10):
+            reply = await ask(running, {"id": "second", "input": "y", "deadline_ms": soon})
+        assert not first.done()
+        gate.set()
+        assert isinstance(await first, Reply)
+    assert isinstance(reply, FailureReply) and reply.error.code == "expired"
+
+
 async def test_the_model_loop_survives_a_raising_model() -> None:
     """C01: the 3rd forward raises; its items fail or succeed alone; the 4th works."""
     calls = 0
