@@ -149,7 +149,7 @@ def join_parts(replies: Sequence[Reply]) -> Reply:
         raise InvalidRequest("the parts belong to different replies", path="$.parts")
     by_part = {reply.part or 0: reply for reply in replies}
     expected = first.parts or 1
-    if sorted(by_part) != list(range(expected)):
+    if len(by_part) != expected or sorted(by_part) != list(range(expected)):
         raise InvalidRequest("parts are missing", path="$.part", limit=expected, given=len(by_part))
     items = [item for part in range(expected) for item in by_part[part].items]
     if len({item.index for item in items}) != len(items):

@@ -425,3 +425,11 @@ def test_content_type_that_contradicts_the_reply():
     """D08: the header is checked on this side too."""
     with pytest.raises(UndecodableRecord):
         decode_reply(encode_reply(reply_of(1)), {"content-type": b"application/json"})
+
+
+def test_joining_costs_nothing_when_a_part_announces_too_many() -> None:
+    """`parts` is read from a record: it must not decide how much memory is taken."""
+    part = Reply(id="a", task="embed", model=ModelRef("m", "f", "float32"), items=[], n=0, usage=Usage(1, 1),
+                 part=0, parts=2**62)  # fmt: skip
+    with pytest.raises(InvalidRequest, match="missing"):
+        join_parts([part])
