@@ -124,10 +124,12 @@ class Tokenizer:
             "tokenize_seconds", self._clock.monotonic() - started, model=self.model
         )
         entries: list[Entry] = []
-        for (in_flight, offset, _), result in zip(parts, encoded, strict=True):
+        for (in_flight, offset, request), result in zip(parts, encoded, strict=True):
             if isinstance(result, EmbedstreamError):
                 self._fail(in_flight, result)
             else:
+                # An item that is left out would keep its request open for ever.
+                assert len(result.items) == request.n_items, "one entry per item"
                 entries.extend(self._entries_of(in_flight, offset, result))
         return entries
 

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.ports import PublishError
-from gpu.batch import PackedBatch
+from gpu.batch import EncodedRequest, PackedBatch
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings import (
     AdmissionSettings,
@@ -25,7 +25,7 @@ from pipeline.settings import (
     Settings,
 )
 from schemas.codec import decode_reply, join_parts
-from schemas.requests import LANES
+from schemas.requests import LANES, AnyRequest
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids, fake_vector
 
@@ -437,6 +437,22 @@ async def test_a_request_that_expires_while_its_lane_is_full_is_answered_then() 
         gate.set()
         assert isinstance(await first, Reply)
     assert isinstance(reply, FailureReply) and reply.error.code == "expired"
+
+
+async def test_an_encoder_that_leaves_items_out_fails_the_request_and_nothing_waits() -> None:
+    """C11: a contract broken inside the service is a typed failure, not a request without an end."""
+    runner = FakeRunner()
+    whole = runner.encoder._encode
+
+    def too_few(request: AnyRequest) -> EncodedRequest:
+        encoded = whole(request)
+        assert isinstance(encoded, EncodedRequest)
+        return EncodedRequest(encoded.items[:-1])
+
+    runner.encoder._encode = too_few  # type: ignore[method-assign]
+    async with service(runner) as running, asyncio.timeout(10):
+        reply = await ask(running, {"id": "a", "input": ["x", "y"]})
+    assert isinstance(reply, FailureReply) and reply.error.code == "internal"
 
 
 async def test_the_model_loop_survives_a_raising_model() -> None:
