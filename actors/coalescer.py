@@ -51,6 +51,7 @@ class Coalescer:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._turn = 0
+        self._passed_over = dict.fromkeys(self.packers, 0)  # batches since a waiting model's last
 
     def queued_tokens(self, lane: Lane | None = None) -> int:
         """Tokens waiting over all models."""
@@ -89,7 +90,8 @@ class Coalescer:
                 continue
 
     def try_next_batch(self, *, idle: bool) -> Selected | None:
-        """A batch if one should be emitted now: interactive work first, models in turn otherwise."""
+        """A batch if one should be emitted now: interactive work first, but no model waits for more
+        than 1 / bulk_floor batches of others; models in turn otherwise."""
         now, epoch_ms = self._clock.monotonic(), self._clock.epoch_ms()
         for model in self._order():
             take = self.packers[model].next_batch(now, epoch_ms, idle=idle)
@@ -100,6 +102,7 @@ class Coalescer:
                     self._fail(entry.owner, _why_dropped(entry, epoch_ms))
             if take.batch:
                 self._turn += 1
+                self._note_turn(model)
                 return Selected(model, take.batch)
         return None
 
@@ -108,11 +111,18 @@ class Coalescer:
         turn = self._turn % len(waiting) if waiting else 0
         rotated = waiting[turn:] + waiting[:turn]
 
-        def oldest_interactive(model: str) -> float:
+        def urgency(model: str) -> tuple[bool, float]:
             at = self.packers[model].oldest_at("interactive")
-            return float("inf") if at is None else at
+            # bulk_floor is a share of each model's batches; it is one of all batches, too.
+            owed = self._passed_over[model] * self.packers[model].policy.bulk_floor >= 1.0
+            return not owed, float("inf") if at is None else at
 
-        return sorted(rotated, key=oldest_interactive)
+        return sorted(rotated, key=urgency)
+
+    def _note_turn(self, served: str) -> None:
+        for model, packer in self.packers.items():
+            waits = model != served and len(packer) > 0
+            self._passed_over[model] = self._passed_over[model] + 1 if waits else 0
 
     def poke(self) -> None:
         """Look again: the executor became idle, or something was cancelled."""
