@@ -34,6 +34,9 @@ class RestartPolicy:
 
 NO_RESTART = RestartPolicy(max_restarts=0)
 
+CANCEL_AGAIN_S = 2.0
+"""Shorter: a slow clean-up is cut off. Longer: a lost cancellation delays the exit for that long."""
+
 
 class Supervisor:
     """Async context manager around one TaskGroup.
@@ -58,6 +61,7 @@ class Supervisor:
         self.fatal_actor: str | None = None
         self._ended = asyncio.Event()
         self._stopping = False
+        self._again: asyncio.TimerHandle | None = None
         self.restarts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -71,9 +75,18 @@ class Supervisor:
         traceback: TracebackType | None,
     ) -> None:
         self._stopping = True
+        self._cancel_all()
+        try:
+            await self._group.__aexit__(exc_type, exc, traceback)
+        finally:
+            if self._again is not None:
+                self._again.cancel()
+
+    def _cancel_all(self) -> None:
+        """Now, and again while a task has not ended: some libraries swallow a cancellation."""
         for task in self._tasks:
             task.cancel()
-        await self._group.__aexit__(exc_type, exc, traceback)
+        self._again = asyncio.get_running_loop().call_later(CANCEL_AGAIN_S, self._cancel_all)
 
     def start(
         self,
