@@ -143,8 +143,9 @@ class KafkaSource:
         self._wake.set()
 
     async def flush(self, deadline: Deadline) -> None:
-        while self._marks.to_commit() and not deadline.expired:
-            if not await self._commit(min(deadline.remaining_s(), _COMMIT_TIMEOUT_S)):
+        while (before := self._marks.to_commit()) and not deadline.expired:
+            done = await self._commit(min(deadline.remaining_s(), _COMMIT_TIMEOUT_S))
+            if not done or self._marks.to_commit() == before:  # not assigned to us now
                 pause_s = min(_RETRY_FIRST_S, deadline.remaining_s())
                 await asyncio.sleep(pause_s)
         if left := self._marks.to_commit():
