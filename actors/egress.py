@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 HEADER_ROOM_BYTES = 1024
 """Kept free under the broker's record limit for headers and framing."""
+MIN_PART_BYTES = 512
+"""Parts of a reply are not cut below this."""
 MIN_DEAD_LETTER_BYTES = 256
 """A destination that refuses even this takes no dead letter at all."""
 OFF_LOOP_NUMBERS = 20_000
@@ -44,11 +46,14 @@ OFF_LOOP_NUMBERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class PublishPolicy:
-    """At most `max_concurrent` publishes of one route at once and `attempts` tries each; the wait between them doubles from first_backoff_s up to
-    max_backoff_s, with jitter. `split_replies`: cut a reply that is too large into parts."""
+    """At most `max_concurrent` publishes of one route at once and `attempts` tries each.
+
+    The wait between tries doubles from first_backoff_s up to max_backoff_s, with jitter.
+    `split_replies`: cut a reply that is too large into parts.
+    """
 
     max_concurrent: int = 64
-    attempts: int = 8
+    attempts: int = 60
     first_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     split_replies: bool = True
@@ -237,21 +242,28 @@ class Egress:
     async def _publish_small_enough(
         self, outgoing: Outgoing, destination: str, limit_bytes: int
     ) -> None:
-        try:
-            await self._publish_reply(outgoing, destination, limit_bytes)
-        except RecordTooLargeForBroker as error:
-            failure = FailureReply(
-                id=outgoing.request_id,
-                error=RecordTooLarge(
-                    "the reply exceeds what its destination takes, even in parts",
-                    limit=error.limit_bytes,
-                    given=error.given_bytes,
-                ),
-            )
+        """Cut smaller until the destination takes it; `record_too_large` when it never does."""
+        while True:
+            try:
+                await self._publish_reply(outgoing, destination, limit_bytes)
+                return
+            except RecordTooLargeForBroker as error:
+                limit_bytes //= 2
+                if limit_bytes > HEADER_ROOM_BYTES + MIN_PART_BYTES:
+                    continue
+                failure = FailureReply(
+                    id=outgoing.request_id,
+                    error=RecordTooLarge(
+                        "the reply exceeds what its destination takes, even in parts",
+                        limit=error.limit_bytes,
+                        given=error.given_bytes,
+                    ),
+                )
             try:
                 await self._publish_bodies(outgoing, destination, failure, limit_bytes)
             except RecordTooLargeForBroker as too_large:
                 raise GaveUp(str(too_large), permanent=True) from too_large
+            return
 
     async def _publish_reply(
         self, outgoing: Outgoing, destination: str, limit_bytes: int | None

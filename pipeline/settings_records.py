@@ -153,9 +153,11 @@ class PublishSettings(Record, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1000,
-            description="Tries per reply before its delivery is released to come again.",
+            description="Tries per reply before its delivery is released to come again. The default "
+            "outlasts a broker that is away for some minutes; what is held meanwhile counts against "
+            "the budgets, so intake pauses.",
         ),
-    ] = 8
+    ] = 60
     backoff_ms: Annotated[
         float, Meta(ge=1, le=60_000, description="Wait after the first failed try; doubles.")
     ] = 100.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from . import names
 from .options import name_error
 
 
@@ -19,9 +20,11 @@ def forbidden(
     error = name_error(name, "reply_to")
     if error is not None:
         return error
-    if name in sources:
+    # The default name too: another service on the broker reads it, and on Redis a reply would give
+    # its stream a time to live.
+    if name in sources or name == names.REQUEST_TOPIC:
         return "reply_to names a place where requests are read: a reply would become a request"
-    if name == dead_letters:
+    if name in (dead_letters, names.DEAD_LETTERS):
         return "reply_to names the dead letters"
     allowed = tuple(prefixes)
     if not name.startswith(allowed):

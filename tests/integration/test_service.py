@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors.ports import PublishError
+from actors.ports import PublishError, RecordTooLargeForBroker
 from gpu.batch import EncodedRequest, PackedBatch
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings import (
@@ -552,3 +552,20 @@ async def test_a_reply_that_cannot_be_written_is_a_failure_not_a_loop() -> None:
         reply = await ask(running, {"id": "a", "input": "x", "metadata": {"k": "v" * 4000}})
         assert running._broker.unsettled == 0
     assert isinstance(reply, FailureReply) and reply.error.code == "record_too_large"
+
+
+async def test_a_reply_is_cut_until_its_destination_takes_it() -> None:
+    """E12: the destination's own limit is far below the client's."""
+
+    async def small(destination: str, body: bytes) -> None:
+        if len(body) > 3000 and "dead-letters" not in destination:
+            raise RecordTooLargeForBroker("too large", limit_bytes=None, given_bytes=len(body))
+
+    async with service() as running:
+        running._broker.faults.before_publish = small
+        replies = await running.request(
+            msgpack.packb({"id": "a", "input": [f"text {i}" for i in range(300)]})
+        )
+    parts = [decode_reply(reply.body, reply.headers) for reply in replies]
+    last = [part for part in parts if isinstance(part, Reply) and part.parts == parts[-1].parts]
+    assert [item.index for item in join_parts(last).items] == list(range(300))
