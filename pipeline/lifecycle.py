@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
 from typing import Literal
@@ -151,25 +151,47 @@ def watch_signals(
         end_process: ends the process with a status; injected by tests.
     """
     loop = asyncio.get_running_loop()
-    received = 0
+    watched = (signal.SIGTERM, signal.SIGINT)
 
     def on_signal(signum: int) -> None:
         on_action(stop.request(f"signal {signal.Signals(signum).name}", signum=signum), signum)
 
-    # signal.signal rather than loop.add_signal_handler: the Python-level handler also runs while a
-    # callback keeps the loop busy, so a second signal ends the process all the same.
-    def handler(signum: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received += 1
-        if received >= 2:
-            timer = threading.Timer(FORCE_GRACE_S, end_process, args=(128 + signum,))
-            timer.daemon = True
-            timer.start()
-        loop.call_soon_threadsafe(on_signal, signum)
+    def read_signals(fd: int) -> None:
+        received = 0
+        while _END not in (numbers := os.read(fd, 64)):
+            for signum in numbers:
+                if signum not in watched:
+                    continue
+                received += 1
+                if received >= 2:
+                    timer = threading.Timer(FORCE_GRACE_S, end_process, args=(128 + signum,))
+                    timer.daemon = True
+                    timer.start()
+                with suppress(RuntimeError):  # the loop is closed: only the timer is left
+                    loop.call_soon_threadsafe(on_signal, signum)
 
-    previous = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    # The interpreter writes a signal's number to this pipe the moment it arrives. A Python-level
+    # handler would wait for the main thread, which may sit in native code or just be entering it.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = threading.Thread(target=read_signals, args=(reader,), name="signals", daemon=True)
+    thread.start()
+    previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, _noted) for number in watched}
     try:
         yield
     finally:
         for signum, old in previous.items():
             signal.signal(signum, old)
+        signal.set_wakeup_fd(previous_fd)
+        os.write(writer, bytes([_END]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+_END = 0  # no signal has this number
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """Nothing left to do: the pipe has it. Without a handler the signal would end the process."""
