@@ -10,6 +10,7 @@ token, because control tokens are put in here and not found in texts.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ TOKEN_SIDE = 28  # pixels of an image token's square
 FIRST_TOKENS = (4, 16384)
 
 
-class _ImageEncoder(TextEncoder):
+class _ImageEncoder(TextEncoder, ABC):
     """What both have in common: opening images, and the folder's preprocessing."""
 
     def __init__(
@@ -80,10 +81,11 @@ class _ImageEncoder(TextEncoder):
         """What happens to a picture before the folder's own preprocessing: nothing, mostly."""
         return picture
 
+    @abstractmethod
     def _with_pixels(
         self, plan: _Plan, index: int, item: Image, found: Any
     ) -> EncodedItem | EmbedstreamError:
-        raise NotImplementedError
+        """The item with its pixel values, or why there are none."""
 
 
 class ClipEncoder(_ImageEncoder):

@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -56,7 +57,7 @@ def free_port(host: str = HOST) -> int:
         return port
 
 
-class LocalServer:
+class LocalServer(ABC):
     """One server process. Subclasses say how to start it and when it is ready.
 
     `start` picks a port unless one was given; `address` is what clients connect to. `kill` is
@@ -228,14 +229,16 @@ class LocalServer:
     def _pick_ports(self) -> None:
         self.port = free_port(self.host)
 
-    async def _prepare(self) -> None:
+    async def _prepare(self) -> None:  # noqa: B027  most servers need nothing
         """What must be on disk before the start."""
 
+    @abstractmethod
     def _command(self) -> tuple[Sequence[str], Mapping[str, str]]:
-        raise NotImplementedError
+        """Arguments of the process, and variables beside the inherited environment."""
 
+    @abstractmethod
     async def _probe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        raise NotImplementedError
+        """Whether the server answers on this connection."""
 
 
 async def _kafka_probe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

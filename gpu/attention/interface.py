@@ -19,6 +19,7 @@ CUDA graphs: the function is where they are cut. `gpu.cuda_graphs` enters a cont
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -59,7 +60,7 @@ def register() -> str:
     return NAME
 
 
-class _Context:
+class _Context(ABC):
     """What both kinds of context record for the load-time self-check.
 
     calls: attention calls so far. masks_seen: calls that came with a mask (the function ignores it, so
@@ -76,6 +77,7 @@ class _Context:
         self.masks_seen += mask is not None
         self.layer_kinds[kind] = self.layer_kinds.get(kind, 0) + 1
 
+    @abstractmethod
     def attend(
         self,
         kind: LayerKind,
@@ -84,7 +86,7 @@ class _Context:
         v: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        raise NotImplementedError
+        """q: [n, n_heads, T, head_dim], k/v with n_kv_heads -> [n, T, n_heads, head_dim]."""
 
 
 class PackedContext(_Context):
