@@ -14,25 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from schemas.requests import Output, Task
-
-from .batch import Pooling
-from .decoders import attention_notes, check_folder_code, is_reward, remote_family, rope_limit
-from .embed_fields import allowed_dimensions as allowed_dimensions  # for other readers
-from .embed_fields import embed_fields
-from .families import FAMILIES, Family, position_offset
-from .faults import ModelLoadError as ModelLoadError  # callers know it under this address
-from .fingerprint import fingerprint_of, weight_files
-from .modules import DenseSpec, read_json, read_modules
-from .outputs_spec import (
+from gpu.batch import Pooling
+from gpu.decoders import attention_notes, check_folder_code, is_reward, remote_family, rope_limit
+from gpu.embed_fields import allowed_dimensions as allowed_dimensions  # for other readers
+from gpu.embed_fields import embed_fields
+from gpu.families import FAMILIES, Family, position_offset
+from gpu.faults import ModelLoadError as ModelLoadError  # callers know it under this address
+from gpu.fingerprint import fingerprint_of, weight_files
+from gpu.modules import DenseSpec, read_json, read_modules
+from gpu.outputs_spec import (
     OUTPUTS,
     SparseSpec,
     SpladeSpec,
     TokenVectorSpec,
     prefixed_prompts,
 )
-from .pair_prompts import LabelHead, PairPrompt
-from .rerankers import declared_prompt, is_scorer, label_head
+from gpu.pair_prompts import LabelHead, PairPrompt
+from gpu.rerankers import declared_prompt, is_scorer, label_head
+from schemas.requests import Output, Task
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
 
@@ -164,7 +163,7 @@ def load_spec(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
-    from .static_spec import load_static_spec, static_kind  # it builds on this module
+    from gpu.static_spec import load_static_spec, static_kind  # it builds on this module
 
     if static_kind(folder) is not None:
         return load_static_spec(
@@ -175,8 +174,8 @@ def load_spec(
             prompts=prompts,
             default_prompt_name=default_prompt_name,
         )
-    from .latent_spec import is_nvembed, load_latent_spec
-    from .vision_spec import load_vision_spec, vision_family
+    from gpu.latent_spec import is_nvembed, load_latent_spec
+    from gpu.vision_spec import load_vision_spec, vision_family
 
     if is_nvembed(folder):
         return load_latent_spec(

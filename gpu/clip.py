@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .artifacts import ModelSpec
-from .attention import NAME, AttentionBackend, AttentionError, packed_context
-from .batch import EncodedItem, PackedBatch, pack
-from .pixels import Pixels
-from .vision_encoder import PIXELS
+from gpu.artifacts import ModelSpec
+from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
+from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.pixels import Pixels
+from gpu.vision_encoder import PIXELS
 
 
 class ClipTowers:

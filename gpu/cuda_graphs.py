@@ -23,14 +23,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from .attention import AttentionBackend, LayerKind, PackedContext, PackLayout, packed_context
-from .attention.interface import entered
-from .batch import Int32, PackedBatch
-from .forward import Forward, PackedForward
-from .rope import RopePackedForward
-from .selfcheck import compare
-from .staging import upload
-from .token_buckets import SMALLEST_BUCKET, bucket_of, buckets, filled, probe
+from gpu.attention import AttentionBackend, LayerKind, PackedContext, PackLayout, packed_context
+from gpu.attention.interface import entered
+from gpu.batch import Int32, PackedBatch
+from gpu.forward import Forward, PackedForward
+from gpu.rope import RopePackedForward
+from gpu.selfcheck import compare
+from gpu.staging import upload
+from gpu.token_buckets import SMALLEST_BUCKET, bucket_of, buckets, filled, probe
 
 
 class GraphRefused(RuntimeError):

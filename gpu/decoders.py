@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .families import Family
-from .faults import ModelLoadError
-from .modules import read_json
+from gpu.families import Family
+from gpu.faults import ModelLoadError
+from gpu.modules import read_json
 
 REWARD_SUFFIX = "ForRewardModel"
 
@@ -142,7 +142,7 @@ def close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) 
         return None
     from tokenizers.processors import TemplateProcessing
 
-    from .template import learn_template
+    from gpu.template import learn_template
 
     template = learn_template(tokenizer)
     if len(template.suffix):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .families import Family
-from .faults import ModelLoadError
-from .modules import POOLINGS, Modules, pooling_name
-from .outputs_spec import extra_outputs
+from gpu.families import Family
+from gpu.faults import ModelLoadError
+from gpu.modules import POOLINGS, Modules, pooling_name
+from gpu.outputs_spec import extra_outputs
 
 
 def embed_fields(

@@ -17,10 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from gpu.batch import ExecutorHealth, ItemOutcome, PackedBatch, Runner
+from gpu.faults import DeviceFault
 from schemas.errors import Internal, Overloaded, UnknownModel
-
-from .batch import ExecutorHealth, ItemOutcome, PackedBatch, Runner
-from .faults import DeviceFault
 
 QUEUED_PER_THREAD = 8
 """Batches that may wait per thread. The dispatcher keeps one or two; more is a bug upstream."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .attention import AttentionBackend, MultiItem, PackedContext, packed_context
-from .batch import Int32, PackedBatch, pack
-from .staging import upload
+from gpu.attention import AttentionBackend, MultiItem, PackedContext, packed_context
+from gpu.batch import Int32, PackedBatch, pack
+from gpu.staging import upload
 
 PAD_TO = 16  # padded lengths are multiples of this
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from .artifacts import ModelSpec
-from .attention import NAME, AttentionBackend, register
-from .batch import PackedBatch
-from .decoders import length_dependent
-from .forward import Forward, PackedForward, PaddedForward
-from .loading import LoadedModel
-from .rope import RopePackedForward, RopePaddedForward
-from .selfcheck import Finding, check_forward, compare
-from .shared_prefix import SharedPrefixForward, probe_pack
+from gpu.artifacts import ModelSpec
+from gpu.attention import NAME, AttentionBackend, register
+from gpu.batch import PackedBatch
+from gpu.decoders import length_dependent
+from gpu.forward import Forward, PackedForward, PaddedForward
+from gpu.loading import LoadedModel
+from gpu.rope import RopePackedForward, RopePaddedForward
+from gpu.selfcheck import Finding, check_forward, compare
+from gpu.shared_prefix import SharedPrefixForward, probe_pack
 
 
 def pick_forward(

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu.batch import ItemOutcome, ItemResult, PackedBatch
+from gpu.families import Family
+from gpu.pooler import Segments, first_rows, last_rows, mean_rows
+from gpu.staging import CopyOut
 from schemas.errors import NonFinite
-
-from .batch import ItemOutcome, ItemResult, PackedBatch
-from .families import Family
-from .pooler import Segments, first_rows, last_rows, mean_rows
-from .staging import CopyOut
 
 HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]
 """hidden [total_tokens, hidden_size], segments -> logits [n_items, n_labels]."""

@@ -13,9 +13,8 @@ import io
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.faults import ModelLoadError
 from schemas.errors import InvalidRequest, ItemTooLarge
-
-from .faults import ModelLoadError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_ASPECT = 200  # Qwen2-VL's own bound; CLIP's resize of the short edge multiplies the long one

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .artifacts import ModelSpec
-from .faults import ModelLoadError
-from .pair_prompts import LabelHead
-from .pooler import Segments, last_rows
+from gpu.artifacts import ModelSpec
+from gpu.faults import ModelLoadError
+from gpu.pair_prompts import LabelHead
+from gpu.pooler import Segments, last_rows
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")

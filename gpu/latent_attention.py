@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .artifacts import ModelSpec
-from .faults import ModelLoadError
+from gpu.artifacts import ModelSpec
+from gpu.faults import ModelLoadError
 
 BLOCK_ROWS = 32
 """Tokens per attention call: one size, so that the kernel never chooses by the pack's."""

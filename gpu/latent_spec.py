@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .artifacts import ModelSpec, allowed_dimensions, read_prompts
-from .families import FAMILIES
-from .faults import ModelLoadError
-from .fingerprint import fingerprint_of, weight_files
-from .modules import read_json
+from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
+from gpu.families import FAMILIES
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import fingerprint_of, weight_files
+from gpu.modules import read_json
 
 NVEMBED = "nvembed"
 # modeling_nvembed.py's LatentAttentionConfig.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .artifacts import ModelSpec, load_spec, resolve_folder
-from .batch import Runner
-from .families import VISION_FAMILIES
-from .faults import ModelLoadError
-from .static_spec import STATIC_TYPES
+from gpu.artifacts import ModelSpec, load_spec, resolve_folder
+from gpu.batch import Runner
+from gpu.families import VISION_FAMILIES
+from gpu.faults import ModelLoadError
+from gpu.static_spec import STATIC_TYPES
 
 # transformers changes process-wide state while it loads (torch's default dtype among it).
 _LOADING = threading.Lock()
@@ -115,7 +115,7 @@ class RunnerFactory:
 
     def thread_init(self) -> None:
         """Run once by every executor thread before its first job."""
-        from .model_runner import init_executor_thread
+        from gpu.model_runner import init_executor_thread
 
         init_executor_thread()
 
@@ -137,8 +137,8 @@ class RunnerFactory:
             return self._static(spec)
         if spec.model_type in VISION_FAMILIES:
             return self._vision(spec)
-        from .model_runner import ModelRunner, RunnerSettings
-        from .tokenizer_loading import load_encoder
+        from gpu.model_runner import ModelRunner, RunnerSettings
+        from gpu.tokenizer_loading import load_encoder
 
         self._enter("loading tokenizer")
         encoder = load_encoder(
@@ -171,7 +171,7 @@ class RunnerFactory:
 
     def _static(self, spec: ModelSpec) -> Runner:
         """A table of token vectors instead of a transformer."""
-        from .static_runner import StaticRunner, load_static_encoder
+        from gpu.static_runner import StaticRunner, load_static_encoder
 
         if self.settings.speed != "off":
             raise ModelLoadError(
@@ -194,10 +194,10 @@ class RunnerFactory:
 
     def _vision(self, spec: ModelSpec) -> Runner:
         """A model that takes images."""
-        from .images import ImageLimits
-        from .model_runner import RunnerSettings
-        from .vision_encoder import load_vision_encoder
-        from .vision_runner import VisionRunner
+        from gpu.images import ImageLimits
+        from gpu.model_runner import RunnerSettings
+        from gpu.vision_encoder import load_vision_encoder
+        from gpu.vision_runner import VisionRunner
 
         if self.settings.speed != "off":
             raise ModelLoadError(

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .artifacts import ModelSpec
-from .decoders import is_reward
-from .faults import ModelLoadError
-from .latent_attention import load_nvembed
-from .latent_spec import NVEMBED
-from .pooler import refused_pickle
-from .rope import make_stateless
-from .wrappers import wrap
+from gpu.artifacts import ModelSpec
+from gpu.decoders import is_reward
+from gpu.faults import ModelLoadError
+from gpu.latent_attention import load_nvembed
+from gpu.latent_spec import NVEMBED
+from gpu.pooler import refused_pickle
+from gpu.rope import make_stateless
+from gpu.wrappers import wrap
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schemas.errors import EmbedstreamError, NonFinite, TooLong, Unsupported
-from schemas.requests import EmbedRequest, Output
-
-from .batch import (
+from gpu.batch import (
     EncodedItem,
     Float32,
     Int32,
@@ -30,10 +27,12 @@ from .batch import (
     PackedBatch,
     pack,
 )
-from .static_spec import STATIC_TYPES
+from gpu.static_spec import STATIC_TYPES
+from schemas.errors import EmbedstreamError, NonFinite, TooLong, Unsupported
+from schemas.requests import EmbedRequest, Output
 
 if TYPE_CHECKING:
-    from .artifacts import ModelSpec
+    from gpu.artifacts import ModelSpec
 
 CHUNKS = "chunks"
 """Key in `EncodedItem.extras`: tokens of each chunk, in order; their sum is the item's."""

@@ -15,18 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from schemas.errors import (
-    EmbedstreamError,
-    EmptyInput,
-    InvalidRequest,
-    TooLong,
-    Unsupported,
-)
-
-from . import speed
-from .artifacts import ModelSpec
-from .attention import AttentionBackend, backends_for
-from .batch import (
+from gpu import speed
+from gpu.artifacts import ModelSpec
+from gpu.attention import AttentionBackend, backends_for
+from gpu.batch import (
     EncodedItem,
     Encoder,
     ItemOptions,
@@ -35,19 +27,19 @@ from .batch import (
     PackedBatch,
     pack,
 )
-from .cuda_graphs import with_graphs
-from .faults import ModelLoadError, as_runner_error
-from .forward import Forward, PackedForward
-from .forward_choice import pick_forward, pick_sharing
-from .heads import HeadFn, build_head, scored
-from .label_rows import label_head_of
-from .linears import LinearReport, prepack
-from .loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
-from .long_texts import in_chunks
-from .outputs import Outputs
-from .pages import FilePages, own_memory
-from .pooler import Segments, segments_of
-from .selfcheck import (
+from gpu.cuda_graphs import with_graphs
+from gpu.faults import ModelLoadError, as_runner_error
+from gpu.forward import Forward, PackedForward
+from gpu.forward_choice import pick_forward, pick_sharing
+from gpu.heads import HeadFn, build_head, scored
+from gpu.label_rows import label_head_of
+from gpu.linears import LinearReport, prepack
+from gpu.loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from gpu.long_texts import in_chunks
+from gpu.outputs import Outputs
+from gpu.pages import FilePages, own_memory
+from gpu.pooler import Segments, segments_of
+from gpu.selfcheck import (
     Finding,
     check_head,
     check_tokens,
@@ -57,8 +49,15 @@ from .selfcheck import (
     reference_states,
     reference_tokens,
 )
-from .shared_prefix import SharedPrefixForward
-from .sparse import mlm_head
+from gpu.shared_prefix import SharedPrefixForward
+from gpu.sparse import mlm_head
+from schemas.errors import (
+    EmbedstreamError,
+    EmptyInput,
+    InvalidRequest,
+    TooLong,
+    Unsupported,
+)
 
 CPU_BATCH_TOKENS = 512  # the GEMM rate is flat from 32 rows up, and answers stay quick
 CUDA_BATCH_TOKENS = 16384

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .batch import Pooling
-from .faults import ModelLoadError
+from gpu.batch import Pooling
+from gpu.faults import ModelLoadError
 
 POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "mean": "mean", "lasttoken": "last_token", "last_token": "last_token",

@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu.artifacts import ModelSpec
+from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from gpu.long_texts import spans_of
+from gpu.outputs_spec import LexicalSpec, SpladeSpec
+from gpu.pooler import DenseStack, Segments, finish, pool
+from gpu.sparse import Lexical, SparseRow, Splade, mlm_head
+from gpu.staging import CopyOut, Ticket
+from gpu.token_vectors import TokenVectors
 from schemas.errors import NonFinite
 from schemas.requests import Output
-
-from .artifacts import ModelSpec
-from .batch import Float32, ItemOutcome, ItemResult, PackedBatch
-from .long_texts import spans_of
-from .outputs_spec import LexicalSpec, SpladeSpec
-from .pooler import DenseStack, Segments, finish, pool
-from .sparse import Lexical, SparseRow, Splade, mlm_head
-from .staging import CopyOut, Ticket
-from .token_vectors import TokenVectors
 
 _Value = TypeVar("_Value")
 Arriving: TypeAlias = Callable[[], dict[int, _Value]]

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import weight_files
+from gpu.modules import DenseSpec, Modules, read_json
 from schemas.requests import Output
-
-from .faults import ModelLoadError
-from .fingerprint import weight_files
-from .modules import DenseSpec, Modules, read_json
 
 OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")
 SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.pt", "colbert_linear.pt"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .faults import ModelLoadError
+from gpu.faults import ModelLoadError
 
 SLOTS = ("instruction", "query", "document")
 CUT = "{cut}"

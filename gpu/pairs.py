@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from gpu.batch import Int32
+from gpu.faults import ModelLoadError
+from gpu.pair_prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import Truncate
-
-from .batch import Int32
-from .faults import ModelLoadError
-from .pair_prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from .batch import PackedBatch, Pooling
-from .faults import ModelLoadError
-from .fingerprint import weight_files
-from .linears import prepack_one
-from .modules import DenseSpec
-from .staging import row_numbers
+from gpu.batch import PackedBatch, Pooling
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import weight_files
+from gpu.linears import prepack_one
+from gpu.modules import DenseSpec
+from gpu.staging import row_numbers
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .artifacts import ModelSpec
-from .attention import NAME, AttentionBackend, AttentionError, packed_context
-from .batch import EncodedItem, PackedBatch, pack
-from .pixels import Pixels
-from .vision_encoder import GRID, PIXELS, POSITIONS, rope_positions
+from gpu.artifacts import ModelSpec
+from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
+from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.pixels import Pixels
+from gpu.vision_encoder import GRID, PIXELS, POSITIONS, rope_positions
 
 
 class Qwen2VlTower:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .faults import ModelLoadError
-from .modules import read_json
-from .pair_prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
+from gpu.faults import ModelLoadError
+from gpu.modules import read_json
+from gpu.pair_prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
 
 # Private-use characters: in no template, untouched by upper, trim and replace.
 _MARKS = {"instruction": "\ue000i\ue000", "query": "\ue000q\ue000", "document": "\ue000d\ue000"}

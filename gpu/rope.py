@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import MultiItem, PackedContext
-from .batch import PackedBatch, pack
-from .decoders import RopeKind
-from .forward import PackedForward, PaddedForward
+from gpu.attention import MultiItem, PackedContext
+from gpu.batch import PackedBatch, pack
+from gpu.decoders import RopeKind
+from gpu.forward import PackedForward, PaddedForward
 
 
 class RopePackedForward(PackedForward):

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from .batch import EncodedItem, PackedBatch, pack
-from .decoders import length_dependent
-from .forward import Forward, PackedForward, fixed_arguments
+from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.decoders import length_dependent
+from gpu.forward import Forward, PackedForward, fixed_arguments
 
 # fp32: relative to the largest activation. Measured on every family: 2e-5 at activations of 4 to 22
 # when right, 1 and more when items leak. Half precision: cosine per token, where rounding alone gives

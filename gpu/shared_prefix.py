@@ -15,11 +15,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from .attention import MultiItem, PackedContext
-from .batch import EncodedItem, PackedBatch, pack
-from .forward import PackedForward
-from .pair_prompts import N_SHARED
-from .pooler import Segments, segments_of
+from gpu.attention import MultiItem, PackedContext
+from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.forward import PackedForward
+from gpu.pair_prompts import N_SHARED
+from gpu.pooler import Segments, segments_of
 
 MAX_JOINED = 4096
 """Tokens of a joined sequence: the SDPA backend masks it with a square of this size."""

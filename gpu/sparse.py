@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from .batch import Float32, Int32, PackedBatch
-from .families import MlmRecipe
-from .faults import ModelLoadError
-from .outputs_spec import LexicalSpec, SpladeSpec
-from .pooler import Segments
+from gpu.batch import Float32, Int32, PackedBatch
+from gpu.families import MlmRecipe
+from gpu.faults import ModelLoadError
+from gpu.outputs_spec import LexicalSpec, SpladeSpec
+from gpu.pooler import Segments
 
 LOGIT_ELEMENTS_CPU = 2**24  # of one chunk: 64 MiB in fp32, for each thread that runs a pack
 LOGIT_ELEMENTS_CUDA = 2**27

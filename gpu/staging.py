@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .batch import Float32
+from gpu.batch import Float32
 
 DEPTH = 2  # buffers per thread: one is filled while the other's copy runs
 SMALLEST = 4096  # values of a new buffer; from there on it doubles

@@ -14,17 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import (
-    EmbedstreamError,
-    EmptyInput,
-    InvalidRequest,
-    NonFinite,
-    TooLong,
-    Unsupported,
-)
-
-from .artifacts import ModelSpec
-from .batch import (
+from gpu.artifacts import ModelSpec
+from gpu.batch import (
     EncodedItem,
     Encoder,
     Float32,
@@ -34,10 +25,18 @@ from .batch import (
     ModelInfo,
     PackedBatch,
 )
-from .faults import ModelLoadError
-from .pooler import NORM_EPS
-from .static_spec import MODEL2VEC
-from .tokenizer import Content, EmptyPolicy, TextEncoder
+from gpu.faults import ModelLoadError
+from gpu.pooler import NORM_EPS
+from gpu.static_spec import MODEL2VEC
+from gpu.tokenizer import Content, EmptyPolicy, TextEncoder
+from schemas.errors import (
+    EmbedstreamError,
+    EmptyInput,
+    InvalidRequest,
+    NonFinite,
+    TooLong,
+    Unsupported,
+)
 
 BATCH_TOKENS = 16384  # a pack costs memory only for one item at a time
 CHUNK_TOKENS = 4096  # rows gathered at once, so that one huge item stays small

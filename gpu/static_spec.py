@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .artifacts import ModelSpec, allowed_dimensions, read_prompts
-from .families import Family
-from .faults import ModelLoadError
-from .fingerprint import fingerprint_of, weight_files
-from .modules import read_json
-from .outputs_spec import vocabulary
+from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
+from gpu.families import Family
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import fingerprint_of, weight_files
+from gpu.modules import read_json
+from gpu.outputs_spec import vocabulary
 
 MODEL2VEC, STATIC_EMBEDDING = "model2vec", "static_embedding"
 STATIC_TYPES = (MODEL2VEC, STATIC_EMBEDDING)

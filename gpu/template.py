@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .batch import Int32
-from .faults import ModelLoadError
+from gpu.batch import Int32
+from gpu.faults import ModelLoadError
 
 _SAMPLES = ("a", "the", "hello", "1", "x", "e")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .batch import EncodedItem, PackedBatch, pack
+from gpu.batch import EncodedItem, PackedBatch, pack
 
 SMALLEST_BUCKET = 16
 # Above this the kernels of a 0.6B model should take longer than the Python between them (an estimate

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .batch import Float32, PackedBatch
-from .linears import prepack_one
-from .outputs_spec import TokenVectorSpec
-from .pooler import NORM_EPS, DenseStack
-from .sparse import load_linear
-from .staging import CopyOut, Ticket, upload
+from gpu.batch import Float32, PackedBatch
+from gpu.linears import prepack_one
+from gpu.outputs_spec import TokenVectorSpec
+from gpu.pooler import NORM_EPS, DenseStack
+from gpu.sparse import load_linear
+from gpu.staging import CopyOut, Ticket, upload
 
 
 class TokenVectors(nn.Module):

@@ -15,6 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gpu.artifacts import ModelSpec
+from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
+from gpu.checks import check_request
+from gpu.faults import ModelLoadError
+from gpu.latent_spec import NVEMBED
+from gpu.long_texts import chunked
+from gpu.pair_prompts import N_SHARED
+from gpu.pairs import PairAssembler, PairPlan
+from gpu.template import Template, learn_template
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
@@ -33,16 +42,6 @@ from schemas.requests import (
     TokenIds,
     Truncate,
 )
-
-from .artifacts import ModelSpec
-from .batch import EncodedItem, EncodedRequest, Int32, ItemOptions
-from .checks import check_request
-from .faults import ModelLoadError
-from .latent_spec import NVEMBED
-from .long_texts import chunked
-from .pair_prompts import N_SHARED
-from .pairs import PairAssembler, PairPlan
-from .template import Template, learn_template
 
 EmptyPolicy = Literal["error", "embed"]
 Content = Int32 | EmbedstreamError

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from .artifacts import ModelSpec
-from .decoders import close_with_end_token
-from .faults import ModelLoadError
-from .fingerprint import TOKENIZER_FILES
-from .latent_spec import NVEMBED
-from .rerankers import rendered
-from .tokenizer import EmptyPolicy, TextEncoder
+from gpu.artifacts import ModelSpec
+from gpu.decoders import close_with_end_token
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import TOKENIZER_FILES
+from gpu.latent_spec import NVEMBED
+from gpu.rerankers import rendered
+from gpu.tokenizer import EmptyPolicy, TextEncoder
 
 
 def load_encoder(

@@ -16,16 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from gpu.artifacts import ModelSpec
+from gpu.batch import EncodedItem, Int32
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import TOKENIZER_FILES
+from gpu.images import ImageLimits, open_image, require_pillow
+from gpu.tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
+from gpu.vision_spec import CLIP, GME, GME_IMAGE_TOKENS
 from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
 from schemas.requests import AnyRequest, EmbedRequest, Image
-
-from .artifacts import ModelSpec
-from .batch import EncodedItem, Int32
-from .faults import ModelLoadError
-from .fingerprint import TOKENIZER_FILES
-from .images import ImageLimits, open_image, require_pillow
-from .tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
-from .vision_spec import CLIP, GME, GME_IMAGE_TOKENS
 
 PIXELS = "pixels"
 """Key in `EncodedItem.extras`: uint8, resized; CLIP [3, height, width], Qwen2-VL [n_patches, 3, side,

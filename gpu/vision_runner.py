@@ -14,6 +14,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from gpu.artifacts import ModelSpec
+from gpu.attention import backends_for, register
+from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
+from gpu.clip import ClipTowers
+from gpu.faults import ModelLoadError, as_runner_error
+from gpu.linears import LinearReport, prepack
+from gpu.loading import DTYPES, load_model, pick_device, pick_dtype
+from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
+from gpu.pages import FilePages, own_memory
+from gpu.pooler import finish
+from gpu.selfcheck import compare
+from gpu.vision_encoder import PIXELS
+from gpu.vision_spec import CLIP
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
@@ -23,20 +36,7 @@ from schemas.errors import (
     Unsupported,
 )
 
-from .artifacts import ModelSpec
-from .attention import backends_for, register
-from .batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
-from .clip import ClipTowers
-from .faults import ModelLoadError, as_runner_error
-from .linears import LinearReport, prepack
-from .loading import DTYPES, load_model, pick_device, pick_dtype
-from .model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
-from .pages import FilePages, own_memory
-from .pooler import finish
 from .qwen2_vl import Qwen2VlTower
-from .selfcheck import compare
-from .vision_encoder import PIXELS
-from .vision_spec import CLIP
 
 
 class Towers(Protocol):

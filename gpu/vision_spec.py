@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .artifacts import ModelSpec, allowed_dimensions, read_prompts
-from .families import VISION_FAMILIES, Family
-from .faults import ModelLoadError
-from .fingerprint import fingerprint_of, weight_files
-from .modules import read_json
+from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
+from gpu.families import VISION_FAMILIES, Family
+from gpu.faults import ModelLoadError
+from gpu.fingerprint import fingerprint_of, weight_files
+from gpu.modules import read_json
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import LayerKind, PackedContext, current_context
-from .attention.interface import attention
-from .families import Family
+from gpu.attention import LayerKind, PackedContext, current_context
+from gpu.attention.interface import attention
+from gpu.families import Family
 
 
 def wrap(base: nn.Module, family: Family) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.ports import Clock, Metrics, Sink, Source
-
-from .options import (
+from pipeline.transports.options import (
     SECRET_FIELDS,
     FileOptions,
     InprocOptions,
@@ -20,7 +19,7 @@ from .options import (
     RedisOptions,
     TransportOptions,
 )
-from .urls import parse_url
+from pipeline.transports.urls import parse_url
 
 __all__ = [
     "SECRET_FIELDS",
@@ -54,8 +53,8 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
         raise ValueError("; ".join(problems))
     match options:
         case KafkaOptions():
-            from .kafka import KafkaSource
-            from .kafka_sink import KafkaSink
+            from pipeline.transports.kafka import KafkaSource
+            from pipeline.transports.kafka_sink import KafkaSink
 
             kafka_source = KafkaSource(options, clock=clock, metrics=metrics)
             kafka_sink = KafkaSink(options, metrics=metrics)
@@ -64,8 +63,8 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
             )
             return Transport(kafka_source, kafka_sink)
         case RedisOptions():
-            from .redis_sink import RedisSink
-            from .redis_streams import RedisSource
+            from pipeline.transports.redis_sink import RedisSink
+            from pipeline.transports.redis_streams import RedisSource
 
             redis_source = RedisSource(options, clock=clock, metrics=metrics)
             redis_sink = RedisSink(options, metrics=metrics)
@@ -76,14 +75,14 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
                 raise
             return Transport(redis_source, redis_sink)
         case InprocOptions():
-            from .inproc import InprocSink, InprocSource, broker_for
+            from pipeline.transports.inproc import InprocSink, InprocSource, broker_for
 
             broker = broker_for(options)
             inproc_source = InprocSource(broker, options=options, clock=clock, metrics=metrics)
             await inproc_source.open()
             return Transport(inproc_source, InprocSink(broker))
         case FileOptions():
-            from .files import FileSink, FileSource
+            from pipeline.transports.files import FileSink, FileSource
 
             file_source = FileSource(options, clock=clock, metrics=metrics)
             file_sink = FileSink(options, metrics=metrics)

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pipeline.transports import names
+from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
+from pipeline.transports.urls import parse_url
 from schemas.codec import decode_reply, join_parts
 from schemas.errors import ContentType, EmbedstreamError
 from schemas.headers import CONTENT_TYPE, DEADLINE_MS, REPLY_TO, REQUEST_ID
 from schemas.results import FailureReply, Reply
-
-from . import names
-from .options import FileOptions, KafkaOptions, RedisOptions
-from .urls import parse_url
 
 MAX_CONCURRENT = 32
 """Questions in flight per asker. Each holds one Redis connection; more gain nothing, because the
@@ -83,7 +82,7 @@ async def reach(url: str) -> tuple[str, ...]:
         asker = await _open_redis(options)
         await asker.aclose()
     elif isinstance(options, KafkaOptions):
-        from .kafka_clients import survey
+        from pipeline.transports.kafka_clients import survey
 
         return (await survey(msgspec.structs.replace(options, auto_create=False))).notices
     elif isinstance(options, FileOptions) and not (
@@ -237,7 +236,7 @@ async def _open_kafka(options: KafkaOptions, timeout_s: float) -> KafkaAsker:
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
     from aiokafka.errors import KafkaError
 
-    from .kafka_clients import client_settings
+    from pipeline.transports.kafka_clients import client_settings
 
     settings = client_settings(options)
     producer = AIOKafkaProducer(**settings, acks="all", max_request_size=options.max_request_size)

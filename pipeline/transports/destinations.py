@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import names
-from .options import name_error
+from pipeline.transports import names
+from pipeline.transports.options import name_error
 
 
 def forbidden(

@@ -28,10 +28,9 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-
-from . import names
-from .intake import HandOff, HeldDelivery, Redelivery
-from .options import FileOptions
+from pipeline.transports import names
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.options import FileOptions
 
 log = structlog.get_logger(__name__)
 

@@ -26,10 +26,9 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-
-from . import names
-from .intake import HandOff, HeldDelivery, Redelivery
-from .options import InprocOptions, name_error
+from pipeline.transports import names
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.options import InprocOptions, name_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,17 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-
-from .intake import HandOff, HeldDelivery, Redelivery
-from .kafka_clients import ClusterFacts, survey, words
-from .kafka_consumer import broker_answers, poll, records_wait, start_consumer, stop_consumer
-from .options import KafkaOptions
-from .watermark import Watermarks
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.kafka_clients import ClusterFacts, survey, words
+from pipeline.transports.kafka_consumer import (
+    broker_answers,
+    poll,
+    records_wait,
+    start_consumer,
+    stop_consumer,
+)
+from pipeline.transports.options import KafkaOptions
+from pipeline.transports.watermark import Watermarks
 
 log = structlog.get_logger(__name__)
 

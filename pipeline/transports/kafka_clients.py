@@ -21,7 +21,7 @@ from aiokafka.conn import create_conn
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from .options import KafkaOptions
+from pipeline.transports.options import KafkaOptions
 
 log = structlog.get_logger(__name__)
 

@@ -15,9 +15,9 @@ import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from . import kafka_records
-from .kafka_clients import client_settings, closed_in_time
-from .options import KafkaOptions
+from pipeline.transports import kafka_records
+from pipeline.transports.kafka_clients import client_settings, closed_in_time
+from pipeline.transports.options import KafkaOptions
 
 log = structlog.get_logger(__name__)
 

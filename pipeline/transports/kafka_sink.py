@@ -29,10 +29,15 @@ from aiokafka.errors import (
 )
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
-
-from .destinations import forbidden
-from .kafka_clients import ClusterFacts, client_settings, closed_in_time, survey, words
-from .options import KafkaOptions, topic_error
+from pipeline.transports.destinations import forbidden
+from pipeline.transports.kafka_clients import (
+    ClusterFacts,
+    client_settings,
+    closed_in_time,
+    survey,
+    words,
+)
+from pipeline.transports.options import KafkaOptions, topic_error
 
 log = structlog.get_logger(__name__)
 

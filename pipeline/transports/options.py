@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from . import names
+from pipeline.transports import names
 
 SECRET_FIELDS = frozenset({"password", "sasl_password", "ssl_password"})
 """Names that every print of a plan redacts."""

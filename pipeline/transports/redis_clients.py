@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFailed
 
-from .options import RedisOptions
+from pipeline.transports.options import RedisOptions
 
 log = structlog.get_logger(__name__)
 

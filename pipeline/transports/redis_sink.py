@@ -22,11 +22,10 @@ from redis.exceptions import (
 )
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
-
-from . import names
-from .destinations import forbidden
-from .options import RedisOptions
-from .redis_clients import close_client, make_client
+from pipeline.transports import names
+from pipeline.transports.destinations import forbidden
+from pipeline.transports.options import RedisOptions
+from pipeline.transports.redis_clients import close_client, make_client
 
 _PIPELINES = 2
 _BATCH_RECORDS = 128

@@ -28,12 +28,11 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-
-from . import names
-from .intake import HandOff, HeldDelivery, Redelivery
-from .leases import Leases
-from .options import RedisOptions
-from .redis_clients import (
+from pipeline.transports import names
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.leases import Leases
+from pipeline.transports.options import RedisOptions
+from pipeline.transports.redis_clients import (
     ServerFacts,
     close_client,
     create_group,
@@ -41,7 +40,7 @@ from .redis_clients import (
     make_client,
     survey,
 )
-from .redis_group import Entry, GroupCommands
+from pipeline.transports.redis_group import Entry, GroupCommands
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,13 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from .options import FileOptions, InprocOptions, KafkaOptions, RedisOptions, TransportOptions
+from pipeline.transports.options import (
+    FileOptions,
+    InprocOptions,
+    KafkaOptions,
+    RedisOptions,
+    TransportOptions,
+)
 
 _TUPLES = {"topics", "reply_prefixes", "refuse_destinations"}
 _TRUE = {"1", "true", "yes", "on"}
