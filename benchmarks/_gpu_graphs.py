@@ -86,7 +86,7 @@ def check_graphs(report: Any, place: Any, shape: Shape, folder: Path) -> None:
 def _both(
     report: Any, place: Any, path: Path, dtype: torch.dtype, told: str
 ) -> tuple[PackedForward, GraphedForward | None]:
-    from gpu.artifacts import load_spec
+    from gpu.folder.read import load_spec
     from gpu.loading import load_model
 
     spec = load_spec(path)

@@ -121,7 +121,7 @@ def folder_of(shape: Shape, folder: Path) -> Path:
 
 def _batch(shape: Shape, path: Path) -> PackedBatch:
     """One pack of about `shape.tokens` tokens with long-tailed lengths."""
-    from gpu.artifacts import load_spec
+    from gpu.folder.read import load_spec
 
     spec = load_spec(path)
     rng = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def _states(
     report: Any, place: Any, shape: Shape, path: Path, batch: PackedBatch, dtype: torch.dtype
 ) -> None:
     """Token states and seconds of the packed and of the padded forward over the same weights."""
-    from gpu.artifacts import load_spec
+    from gpu.folder.read import load_spec
     from gpu.forward import PackedForward, PaddedForward
     from gpu.loading import load_model
 

@@ -2,7 +2,7 @@
 
 Who calls it: `python -m benchmarks.parity` (a minute on one core); a unit test compares the page's
 families with the registry.
-What must stay true: families come from `gpu.families` and `gpu.static_spec`, so that a new row appears
+What must stay true: families come from `gpu.folder.families` and `gpu.folder.static`, so that a new row appears
 by itself and needs an example id here; a figure on the page was measured by this script; what was
 only ever checked with seeded weights says so.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu.families import FAMILIES, VISION_FAMILIES, Family
-from gpu.static_spec import MODEL2VEC, STATIC_EMBEDDING, STATIC_TYPES
+from gpu.folder.families import FAMILIES, VISION_FAMILIES, Family
+from gpu.folder.static import MODEL2VEC, STATIC_EMBEDDING, STATIC_TYPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TEXTS = (

@@ -7,8 +7,8 @@ replaced (a size, an output, an instruction); every refusal says what would be a
 
 from __future__ import annotations
 
-from gpu.artifacts import ModelSpec
 from gpu.batch import ItemOptions
+from gpu.folder.read import ModelSpec
 from gpu.long_texts import check_long
 from schemas.errors import InvalidDimensions, Unsupported
 from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, Task

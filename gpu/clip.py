@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu.artifacts import ModelSpec
 from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.folder.read import ModelSpec
 from gpu.pixels import Pixels
 from gpu.vision_encoder import PIXELS
 

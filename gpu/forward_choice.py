@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from gpu.artifacts import ModelSpec
 from gpu.attention import NAME, AttentionBackend, register
 from gpu.batch import PackedBatch
-from gpu.decoders import length_dependent
+from gpu.folder.decoders import length_dependent
+from gpu.folder.read import ModelSpec
 from gpu.forward import Forward, PackedForward, PaddedForward
 from gpu.loading import LoadedModel
 from gpu.rope import RopePackedForward, RopePaddedForward

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gpu.batch import ItemOutcome, ItemResult, PackedBatch
-from gpu.families import Family
+from gpu.folder.families import Family
 from gpu.pooler import Segments, first_rows, last_rows, mean_rows
 from gpu.staging import CopyOut
 from schemas.errors import NonFinite

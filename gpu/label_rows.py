@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from gpu.artifacts import ModelSpec
 from gpu.faults import ModelLoadError
-from gpu.pair_prompts import LabelHead
+from gpu.folder.prompts import LabelHead
+from gpu.folder.read import ModelSpec
 from gpu.pooler import Segments, last_rows
 
 _HEAD = "lm_head.weight"

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu.artifacts import ModelSpec, load_spec, resolve_folder
 from gpu.batch import Runner
-from gpu.families import VISION_FAMILIES
 from gpu.faults import ModelLoadError
-from gpu.static_spec import STATIC_TYPES
+from gpu.folder.families import VISION_FAMILIES
+from gpu.folder.read import ModelSpec, load_spec, resolve_folder
+from gpu.folder.static import STATIC_TYPES
 
 # transformers changes process-wide state while it loads (torch's default dtype among it).
 _LOADING = threading.Lock()
@@ -35,7 +35,7 @@ class ModelSettings:
     added to the folder's, and override those of the same name. max_image_bytes, max_image_pixels: of
     one image, see `gpu.images`. speed: see `gpu.speed`.
     rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
-    `gpu.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
+    `gpu.folder.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
     cuda_graphs: "off", or "auto": see `gpu.cuda_graphs`.
     causal: whether a decoder attends to earlier tokens only, where the folder does not say.
     "auto", None and an empty list or map all mean: as the folder says.

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu.artifacts import ModelSpec
-from gpu.decoders import is_reward
 from gpu.faults import ModelLoadError
+from gpu.folder.decoders import is_reward
+from gpu.folder.nvembed import NVEMBED
+from gpu.folder.read import ModelSpec
 from gpu.latent_attention import load_nvembed
-from gpu.latent_spec import NVEMBED
 from gpu.pooler import refused_pickle
 from gpu.rope import make_stateless
 from gpu.wrappers import wrap

@@ -27,12 +27,12 @@ from gpu.batch import (
     PackedBatch,
     pack,
 )
-from gpu.static_spec import STATIC_TYPES
+from gpu.folder.static import STATIC_TYPES
 from schemas.errors import EmbedstreamError, NonFinite, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Output
 
 if TYPE_CHECKING:
-    from gpu.artifacts import ModelSpec
+    from gpu.folder.read import ModelSpec
 
 CHUNKS = "chunks"
 """Key in `EncodedItem.extras`: tokens of each chunk, in order; their sum is the item's."""

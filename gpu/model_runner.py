@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from gpu import speed
-from gpu.artifacts import ModelSpec
 from gpu.attention import AttentionBackend, backends_for
 from gpu.batch import (
     EncodedItem,
@@ -29,6 +28,7 @@ from gpu.batch import (
 )
 from gpu.cuda_graphs import with_graphs
 from gpu.faults import ModelLoadError, as_runner_error
+from gpu.folder.read import ModelSpec
 from gpu.forward import Forward, PackedForward
 from gpu.forward_choice import pick_forward, pick_sharing
 from gpu.heads import HeadFn, build_head, scored

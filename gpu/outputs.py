@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.artifacts import ModelSpec
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from gpu.folder.outputs import LexicalSpec, SpladeSpec
+from gpu.folder.read import ModelSpec
 from gpu.long_texts import spans_of
-from gpu.outputs_spec import LexicalSpec, SpladeSpec
 from gpu.pooler import DenseStack, Segments, finish, pool
 from gpu.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.staging import CopyOut, Ticket

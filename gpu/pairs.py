@@ -18,7 +18,7 @@ import numpy as np
 
 from gpu.batch import Int32
 from gpu.faults import ModelLoadError
-from gpu.pair_prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
+from gpu.folder.prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import Truncate
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from gpu.batch import PackedBatch, Pooling
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import weight_files
+from gpu.folder.fingerprint import weight_files
+from gpu.folder.modules import DenseSpec
 from gpu.linears import prepack_one
-from gpu.modules import DenseSpec
 from gpu.staging import row_numbers
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default

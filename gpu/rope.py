@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu.attention import MultiItem, PackedContext
 from gpu.batch import PackedBatch, pack
-from gpu.decoders import RopeKind
+from gpu.folder.decoders import RopeKind
 from gpu.forward import PackedForward, PaddedForward
 
 

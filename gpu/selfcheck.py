@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gpu.batch import EncodedItem, PackedBatch, pack
-from gpu.decoders import length_dependent
+from gpu.folder.decoders import length_dependent
 from gpu.forward import Forward, PackedForward, fixed_arguments
 
 # fp32: relative to the largest activation. Measured on every family: 2e-5 at activations of 4 to 22

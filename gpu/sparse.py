@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from gpu.batch import Float32, Int32, PackedBatch
-from gpu.families import MlmRecipe
 from gpu.faults import ModelLoadError
-from gpu.outputs_spec import LexicalSpec, SpladeSpec
+from gpu.folder.families import MlmRecipe
+from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.pooler import Segments
 
 LOGIT_ELEMENTS_CPU = 2**24  # of one chunk: 64 MiB in fp32, for each thread that runs a pack

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from gpu.artifacts import ModelLoadError
 from gpu.attention import SdpaBackend
+from gpu.folder.read import ModelLoadError
 
 Speed: TypeAlias = Literal["off", "bf16", "int8"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.artifacts import ModelSpec
 from gpu.batch import (
     EncodedItem,
     Encoder,
@@ -26,8 +25,9 @@ from gpu.batch import (
     PackedBatch,
 )
 from gpu.faults import ModelLoadError
+from gpu.folder.read import ModelSpec
+from gpu.folder.static import MODEL2VEC
 from gpu.pooler import NORM_EPS
-from gpu.static_spec import MODEL2VEC
 from gpu.tokenizer import Content, EmptyPolicy, TextEncoder
 from schemas.errors import (
     EmbedstreamError,

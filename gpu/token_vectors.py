@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from gpu.batch import Float32, PackedBatch
+from gpu.folder.outputs import TokenVectorSpec
 from gpu.linears import prepack_one
-from gpu.outputs_spec import TokenVectorSpec
 from gpu.pooler import NORM_EPS, DenseStack
 from gpu.sparse import load_linear
 from gpu.staging import CopyOut, Ticket, upload

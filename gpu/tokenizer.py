@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpu.artifacts import ModelSpec
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.checks import check_request
 from gpu.faults import ModelLoadError
-from gpu.latent_spec import NVEMBED
+from gpu.folder.nvembed import NVEMBED
+from gpu.folder.prompts import N_SHARED
+from gpu.folder.read import ModelSpec
 from gpu.long_texts import chunked
-from gpu.pair_prompts import N_SHARED
 from gpu.pairs import PairAssembler, PairPlan
 from gpu.template import Template, learn_template
 from schemas.errors import (

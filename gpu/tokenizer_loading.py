@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from gpu.artifacts import ModelSpec
-from gpu.decoders import close_with_end_token
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import TOKENIZER_FILES
-from gpu.latent_spec import NVEMBED
-from gpu.rerankers import rendered
+from gpu.folder.decoders import close_with_end_token
+from gpu.folder.fingerprint import TOKENIZER_FILES
+from gpu.folder.nvembed import NVEMBED
+from gpu.folder.read import ModelSpec
+from gpu.folder.rerankers import rendered
 from gpu.tokenizer import EmptyPolicy, TextEncoder
 
 

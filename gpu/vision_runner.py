@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gpu.artifacts import ModelSpec
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
 from gpu.clip import ClipTowers
 from gpu.faults import ModelLoadError, as_runner_error
+from gpu.folder.read import ModelSpec
+from gpu.folder.vision import CLIP
 from gpu.linears import LinearReport, prepack
 from gpu.loading import DTYPES, load_model, pick_device, pick_dtype
 from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
@@ -26,7 +27,6 @@ from gpu.pages import FilePages, own_memory
 from gpu.pooler import finish
 from gpu.selfcheck import compare
 from gpu.vision_encoder import PIXELS
-from gpu.vision_spec import CLIP
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

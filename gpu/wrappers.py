@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu.attention import LayerKind, PackedContext, current_context
 from gpu.attention.interface import attention
-from gpu.families import Family
+from gpu.folder.families import Family
 
 
 def wrap(base: nn.Module, family: Family) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gpu.artifacts import ModelLoadError
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
+from gpu.folder.read import ModelLoadError
 from gpu.loader import make_runner_factory
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.models import ModelFetchError, resolve_model

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import ModelLoadError
 from gpu.batch import pack, scatter
+from gpu.folder.read import ModelLoadError
 from gpu.loader import make_runner_factory
 from schemas.requests import ClassifyRequest, EmbedRequest, Text, TokenIds
 from tests.support.models import edit_json, write_model

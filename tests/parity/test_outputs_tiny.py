@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.batch import pack, scatter
-from gpu.families import FAMILIES
+from gpu.folder.families import FAMILIES
 from gpu.loader import make_runner_factory
 from schemas.requests import EmbedRequest, Text
 from tests.support.models import FAMILY_NAMES

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import pack, scatter
+from gpu.folder.read import ModelLoadError, load_spec
 from gpu.loader import make_runner_factory
 from schemas.codec import decode_request
 from schemas.errors import EmbedstreamError, InvalidDimensions

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack, scatter
-from gpu.families import FAMILIES
 from gpu.faults import ModelLoadError
+from gpu.folder.families import FAMILIES
 from gpu.loader import make_runner_factory
 from schemas.requests import ClassifyRequest, EmbedRequest, Text
 from tests.support.models import FAMILY_NAMES, edit_json, write_model

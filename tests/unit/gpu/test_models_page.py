@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from benchmarks.parity import EXAMPLES, UNMEASURED
-from gpu.families import FAMILIES, VISION_FAMILIES
-from gpu.static_spec import STATIC_TYPES
+from gpu.folder.families import FAMILIES, VISION_FAMILIES
+from gpu.folder.static import STATIC_TYPES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()

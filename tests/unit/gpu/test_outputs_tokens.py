@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import pack, scatter
+from gpu.folder.read import ModelLoadError, load_spec
 from gpu.loader import make_runner_factory
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds

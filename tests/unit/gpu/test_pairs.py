@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import EncodedItem, EncodedRequest
-from gpu.pair_prompts import PairPrompt, pair_prompt
+from gpu.folder.prompts import PairPrompt, pair_prompt
+from gpu.folder.read import ModelLoadError, load_spec
 from gpu.pairs import PairAssembler
 from gpu.tokenizer_loading import load_encoder
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpu.artifacts import ModelLoadError, load_spec
-from gpu.decoders import length_dependent, rope_limit
+from gpu.folder.decoders import length_dependent, rope_limit
+from gpu.folder.read import ModelLoadError, load_spec
 from gpu.loader import make_runner_factory
 from gpu.rope import RopePaddedForward, rope_groups
 from schemas.requests import EmbedRequest, TokenIds
@@ -71,7 +71,7 @@ def test_padded_models_of_that_kind_are_right_too(
     import numpy as np
 
     from gpu.batch import pack, scatter
-    from gpu.families import FAMILIES
+    from gpu.folder.families import FAMILIES
 
     folder = tiny(tmp_path / "m", kind)
     packed = make_runner_factory("m", folder)()

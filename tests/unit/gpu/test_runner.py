@@ -110,7 +110,7 @@ def test_a_family_that_bypasses_the_interface_is_caught(
     """Silent failure: MPNet accepts the setting and attends across items; the self-check sees it."""
     import dataclasses
 
-    from gpu.families import FAMILIES
+    from gpu.folder.families import FAMILIES
 
     row = dataclasses.replace(FAMILIES["mpnet"], wrapper=None)
     monkeypatch.setitem(FAMILIES, "mpnet", row)
@@ -123,7 +123,7 @@ def test_a_wrong_position_offset_is_caught(tmp_path: Path, monkeypatch: pytest.M
     """Trap 13: offset 0 for a RoBERTa runs without an error and is wrong; here it is not packed."""
     import dataclasses
 
-    from gpu.families import FAMILIES
+    from gpu.folder.families import FAMILIES
 
     row = dataclasses.replace(FAMILIES["xlm-roberta"], position_offset="none")
     monkeypatch.setitem(FAMILIES, "xlm-roberta", row)
@@ -138,7 +138,7 @@ def test_a_classification_head_that_differs_is_refused(
 ) -> None:
     import dataclasses
 
-    from gpu.families import FAMILIES
+    from gpu.folder.families import FAMILIES
 
     row = dataclasses.replace(FAMILIES["qwen3"], head="classifier_on_first")
     folder = write_model(tmp_path / "m", "qwen3", labels=1)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gpu.artifacts import ModelLoadError, load_spec
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
+from gpu.folder.read import ModelLoadError, load_spec
 from gpu.loader import make_runner_factory
 from gpu.static_runner import CHUNK_TOKENS
 from schemas.errors import (

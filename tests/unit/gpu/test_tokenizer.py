@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from gpu.artifacts import load_spec
 from gpu.faults import ModelLoadError
+from gpu.folder.read import load_spec
 from gpu.tokenizer import TextEncoder
 from gpu.tokenizer_loading import load_encoder
 from schemas.errors import (

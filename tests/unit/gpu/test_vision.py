@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.artifacts import load_spec
 from gpu.batch import EncodedItem, ItemResult, pack, scatter
 from gpu.faults import ModelLoadError
+from gpu.folder.read import load_spec
 from gpu.loader import make_runner_factory
 from gpu.vision_encoder import GRID, PIXELS, POSITIONS, rope_positions
 from schemas.errors import EmbedstreamError, InvalidRequest, ItemTooLarge, TooLong, Unsupported

@@ -1,7 +1,7 @@
 """Reads the folder of a static model: one vector per token, averaged; no transformer.
 
-Who calls it: `gpu.artifacts.load_spec`, before it looks for a transformer.
-What must stay true: JSON and hashes only, as in `gpu.artifacts`; the two published layouts are told
+Who calls it: `gpu.folder.read.load_spec`, before it looks for a transformer.
+What must stay true: JSON and hashes only, as in `gpu.folder.read`; the two published layouts are told
 apart by their files, because their libraries treat unknown tokens and long texts differently.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
-from gpu.families import Family
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import fingerprint_of, weight_files
-from gpu.modules import read_json
-from gpu.outputs_spec import vocabulary
+from gpu.folder.families import Family
+from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.modules import read_json
+from gpu.folder.outputs import vocabulary
+from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
 
 MODEL2VEC, STATIC_EMBEDDING = "model2vec", "static_embedding"
 STATIC_TYPES = (MODEL2VEC, STATIC_EMBEDDING)
@@ -42,7 +42,7 @@ def load_static_spec(
     prompts: Mapping[str, str] | None = None,
     default_prompt_name: str | None = None,
 ) -> ModelSpec:
-    """As `gpu.artifacts.load_spec`. Raises `ModelLoadError`."""
+    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`."""
     kind = static_kind(folder)
     assert kind is not None, "the caller asked first"
     if pooling not in (None, "mean"):

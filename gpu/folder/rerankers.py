@@ -1,6 +1,6 @@
 """Which language models are rerankers or label scorers here, and what they read: from files and settings.
 
-Who calls it: `gpu.artifacts` while it reads a folder; `gpu.tokenizer` renders a chat template at load.
+Who calls it: `gpu.folder.read` while it reads a folder; `gpu.tokenizer` renders a chat template at load.
 What must stay true: a reranker is declared, by the folder's modules.json or by a setting; nothing is
 concluded from the wording of a chat template. A template that cannot be taken apart into literal text
 around its slots is refused. No torch here.
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
-from gpu.modules import read_json
-from gpu.pair_prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
+from gpu.folder.modules import read_json
+from gpu.folder.prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
 
 # Private-use characters: in no template, untouched by upper, trim and replace.
 _MARKS = {"instruction": "\ue000i\ue000", "query": "\ue000q\ue000", "document": "\ue000d\ue000"}

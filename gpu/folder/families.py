@@ -1,6 +1,6 @@
 """The per-architecture table: everything the engine must know that a config file does not say.
 
-Who calls it: `gpu.artifacts` (limits, tasks, pooling defaults) and `gpu.model_runner` (how to call
+Who calls it: `gpu.folder.read` (limits, tasks, pooling defaults) and `gpu.model_runner` (how to call
 the base model, which head recipe to run).
 What must stay true: plain values, no torch; adding a family is adding one row; a model type without
 a row is refused at load by name, never guessed. Rows were checked against transformers 5.24.
@@ -127,7 +127,7 @@ VISION_FAMILIES: dict[str, Family] = {
         _decoder("qwen2_vl", head=None),
     )
 }
-"""Models that take images, see `gpu.vision_spec`."""
+"""Models that take images, see `gpu.folder.vision`."""
 
 
 def position_offset(family: Family, pad_token_id: int | None) -> int:

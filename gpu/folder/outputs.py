@@ -1,6 +1,6 @@
 """What a folder says about outputs beside one dense vector: sparse weights and token-level vectors.
 
-Who calls it: `gpu.artifacts` while it reads a folder; `gpu.sparse` and `gpu.token_vectors` compute it.
+Who calls it: `gpu.folder.read` while it reads a folder; `gpu.sparse` and `gpu.token_vectors` compute it.
 What must stay true: JSON only (no torch); a module, a setting or a head that we do not compute as
 its library does is refused by name; files named here go into the fingerprint.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import weight_files
-from gpu.modules import DenseSpec, Modules, read_json
+from gpu.folder.fingerprint import weight_files
+from gpu.folder.modules import DenseSpec, Modules, read_json
 from schemas.requests import Output
 
 OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")

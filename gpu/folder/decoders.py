@@ -1,6 +1,6 @@
 """Decoder folders: code that comes with them, reward models, flags that change what they compute.
 
-Who calls it: `gpu.artifacts` while it reads a folder, `gpu.tokenizer` when it loads one.
+Who calls it: `gpu.folder.read` while it reads a folder, `gpu.tokenizer` when it loads one.
 What must stay true: a folder whose own code may compute something else than the transformers class of
 the same model type is refused by name unless the operator says what it computes; no torch here.
 """
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu.families import Family
 from gpu.faults import ModelLoadError
-from gpu.modules import read_json
+from gpu.folder.families import Family
+from gpu.folder.modules import read_json
 
 REWARD_SUFFIX = "ForRewardModel"
 

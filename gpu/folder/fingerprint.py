@@ -1,6 +1,6 @@
 """The name of a model's numbers: the same weights, tokenizer and meaning give the same fingerprint.
 
-Who calls it: `gpu.artifacts` while it reads a folder.
+Who calls it: `gpu.folder.read` while it reads a folder.
 What must stay true: independent of paths, of file times and of the machine; anything that changes a
 vector (weights, tokenizer, pooling, limits, prompts) changes it; compute dtype and device do not.
 """

@@ -1,6 +1,6 @@
 """NV-Embed's folder: a bidirectional Mistral and a latent-attention block before the mean.
 
-Who calls it: `gpu.artifacts.load_spec`, before it looks for an ordinary text model; `gpu.loading`.
+Who calls it: `gpu.folder.read.load_spec`, before it looks for an ordinary text model; `gpu.loading`.
 What must stay true: JSON and hashes only. The folder names classes of its own; they are not run: what
 they compute is computed here (`gpu.latent_attention`), and only when the operator trusts that code,
 because nothing but that code says what the model is.
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
-from gpu.families import FAMILIES
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import fingerprint_of, weight_files
-from gpu.modules import read_json
+from gpu.folder.families import FAMILIES
+from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.modules import read_json
+from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
 
 NVEMBED = "nvembed"
 # modeling_nvembed.py's LatentAttentionConfig.
@@ -50,7 +50,7 @@ def load_latent_spec(
     prompts: Mapping[str, str] | None = None,
     default_prompt_name: str | None = None,
 ) -> ModelSpec:
-    """As `gpu.artifacts.load_spec`. Raises `ModelLoadError`, without `trust_remote_code` always."""
+    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`, without `trust_remote_code` always."""
     if not trust_remote_code:
         raise ModelLoadError(
             f"{folder}: model type {NVEMBED!r} is defined by Python code in its folder "

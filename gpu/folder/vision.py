@@ -1,7 +1,7 @@
 """Reads the folder of a model that takes images: CLIP, and Qwen2-VL used for embeddings (GME).
 
-Who calls it: `gpu.artifacts.load_spec`, before it looks for a text model.
-What must stay true: JSON and hashes only, as in `gpu.artifacts`; what the folder does not say is the
+Who calls it: `gpu.folder.read.load_spec`, before it looks for a text model.
+What must stay true: JSON and hashes only, as in `gpu.folder.read`; what the folder does not say is the
 model's own published code, named here; other multimodal types are refused by name.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.artifacts import ModelSpec, allowed_dimensions, read_prompts
-from gpu.families import VISION_FAMILIES, Family
 from gpu.faults import ModelLoadError
-from gpu.fingerprint import fingerprint_of, weight_files
-from gpu.modules import read_json
+from gpu.folder.families import VISION_FAMILIES, Family
+from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.modules import read_json
+from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"
@@ -47,7 +47,7 @@ def load_vision_spec(
     default_prompt_name: str | None = None,
     causal: bool | None = None,
 ) -> ModelSpec:
-    """As `gpu.artifacts.load_spec`. Raises `ModelLoadError`."""
+    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`."""
     config = read_json(where / "config.json", required=True)
     if not weight_files(where):
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")

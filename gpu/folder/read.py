@@ -15,22 +15,28 @@ from pathlib import Path
 from typing import Any, cast
 
 from gpu.batch import Pooling
-from gpu.decoders import attention_notes, check_folder_code, is_reward, remote_family, rope_limit
-from gpu.embed_fields import allowed_dimensions as allowed_dimensions  # for other readers
-from gpu.embed_fields import embed_fields
-from gpu.families import FAMILIES, Family, position_offset
 from gpu.faults import ModelLoadError as ModelLoadError  # callers know it under this address
-from gpu.fingerprint import fingerprint_of, weight_files
-from gpu.modules import DenseSpec, read_json, read_modules
-from gpu.outputs_spec import (
+from gpu.folder.decoders import (
+    attention_notes,
+    check_folder_code,
+    is_reward,
+    remote_family,
+    rope_limit,
+)
+from gpu.folder.embedder import allowed_dimensions as allowed_dimensions  # for other readers
+from gpu.folder.embedder import embed_fields
+from gpu.folder.families import FAMILIES, Family, position_offset
+from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.modules import DenseSpec, read_json, read_modules
+from gpu.folder.outputs import (
     OUTPUTS,
     SparseSpec,
     SpladeSpec,
     TokenVectorSpec,
     prefixed_prompts,
 )
-from gpu.pair_prompts import LabelHead, PairPrompt
-from gpu.rerankers import declared_prompt, is_scorer, label_head
+from gpu.folder.prompts import LabelHead, PairPrompt
+from gpu.folder.rerankers import declared_prompt, is_scorer, label_head
 from schemas.requests import Output, Task
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
@@ -158,12 +164,12 @@ def load_spec(
     """Read a Sentence-Transformers or plain transformers folder.
 
     The keyword arguments override what the folder says. Raises `ModelLoadError` for a folder that
-    is incomplete, a model type without a row in `gpu.families`, an unknown module or pooling.
+    is incomplete, a model type without a row in `gpu.folder.families`, an unknown module or pooling.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
-    from gpu.static_spec import load_static_spec, static_kind  # it builds on this module
+    from gpu.folder.static import load_static_spec, static_kind  # it builds on this module
 
     if static_kind(folder) is not None:
         return load_static_spec(
@@ -174,8 +180,8 @@ def load_spec(
             prompts=prompts,
             default_prompt_name=default_prompt_name,
         )
-    from gpu.latent_spec import is_nvembed, load_latent_spec
-    from gpu.vision_spec import load_vision_spec, vision_family
+    from gpu.folder.nvembed import is_nvembed, load_latent_spec
+    from gpu.folder.vision import load_vision_spec, vision_family
 
     if is_nvembed(folder):
         return load_latent_spec(

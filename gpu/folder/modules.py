@@ -1,7 +1,7 @@
 """The module list of a Sentence-Transformers folder: Transformer, Pooling, Dense, Normalize; for
 sparse models Transformer, SpladePooling; for ColBERT Transformer, Dense, MultiVectorMask, Normalize.
 
-Who calls it: `gpu.artifacts`.
+Who calls it: `gpu.folder.read`.
 What must stay true: a module or a pooling that we do not compute is refused by name; leaving one out
 would give vectors of the right size and the wrong direction.
 """

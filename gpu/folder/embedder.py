@@ -1,6 +1,6 @@
 """What a folder says about its vectors: outputs, pooling, Dense modules, sizes.
 
-Who calls it: `gpu.artifacts` for folders that embed; other readers of folders for `allowed_dimensions`.
+Who calls it: `gpu.folder.read` for folders that embed; other readers of folders for `allowed_dimensions`.
 What must stay true: JSON only; a pooling or a size is read or set, never guessed.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu.families import Family
 from gpu.faults import ModelLoadError
-from gpu.modules import POOLINGS, Modules, pooling_name
-from gpu.outputs_spec import extra_outputs
+from gpu.folder.families import Family
+from gpu.folder.modules import POOLINGS, Modules, pooling_name
+from gpu.folder.outputs import extra_outputs
 
 
 def embed_fields(
