@@ -16,9 +16,9 @@ import torch
 
 from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.encode.vision import PIXELS
 from gpu.folder.read import ModelSpec
 from gpu.pixels import Pixels
-from gpu.vision_encoder import PIXELS
 
 
 class ClipTowers:

@@ -33,7 +33,7 @@ class ModelSettings:
     device: "auto", "cpu", "cuda:0". attention, batch_invariant: see `gpu.attention.backends_for`.
     matryoshka_dimensions, pooling, default_prompt_name: override what the folder says; prompts are
     added to the folder's, and override those of the same name. max_image_bytes, max_image_pixels: of
-    one image, see `gpu.images`. speed: see `gpu.speed`.
+    one image, see `gpu.encode.images`. speed: see `gpu.speed`.
     rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
     `gpu.folder.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
     cuda_graphs: "off", or "auto": see `gpu.cuda_graphs`.
@@ -137,8 +137,8 @@ class RunnerFactory:
             return self._static(spec)
         if spec.model_type in VISION_FAMILIES:
             return self._vision(spec)
+        from gpu.encode.load import load_encoder
         from gpu.model_runner import ModelRunner, RunnerSettings
-        from gpu.tokenizer_loading import load_encoder
 
         self._enter("loading tokenizer")
         encoder = load_encoder(
@@ -194,9 +194,9 @@ class RunnerFactory:
 
     def _vision(self, spec: ModelSpec) -> Runner:
         """A model that takes images."""
-        from gpu.images import ImageLimits
+        from gpu.encode.images import ImageLimits
+        from gpu.encode.vision import load_vision_encoder
         from gpu.model_runner import RunnerSettings
-        from gpu.vision_encoder import load_vision_encoder
         from gpu.vision_runner import VisionRunner
 
         if self.settings.speed != "off":

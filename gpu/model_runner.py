@@ -27,6 +27,7 @@ from gpu.batch import (
     pack,
 )
 from gpu.cuda_graphs import with_graphs
+from gpu.encode.long_texts import in_chunks
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
 from gpu.forward import Forward, PackedForward
@@ -35,7 +36,6 @@ from gpu.heads import HeadFn, build_head, scored
 from gpu.label_rows import label_head_of
 from gpu.linears import LinearReport, prepack
 from gpu.loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
-from gpu.long_texts import in_chunks
 from gpu.outputs import Outputs
 from gpu.pages import FilePages, own_memory
 from gpu.pooler import Segments, segments_of

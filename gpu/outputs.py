@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from gpu.encode.long_texts import spans_of
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.read import ModelSpec
-from gpu.long_texts import spans_of
 from gpu.pooler import DenseStack, Segments, finish, pool
 from gpu.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.staging import CopyOut, Ticket
@@ -103,7 +103,9 @@ class Outputs(nn.Module):
         rows = _asking(batch, "dense")
         if not rows:
             return dict
-        assert self._spec.pooling is not None, "gpu.checks refuses a dense vector here"
+        assert self._spec.pooling is not None, (
+            "gpu.encode.request_check refuses a dense vector here"
+        )
         own = segments if len(rows) == batch.n_items else segments.of(rows)
         vectors = self.dense(pool(hidden, own, self._spec.pooling))
         sizes = [self._size(batch, row, vectors.shape[1]) for row in rows]
@@ -161,7 +163,7 @@ class Outputs(nn.Module):
             return {}
         if self.splade is not None:
             return dict(zip(rows, self.splade(hidden, segments, rows), strict=True))
-        assert self.lexical is not None, "gpu.checks refuses sparse weights here"
+        assert self.lexical is not None, "gpu.encode.request_check refuses sparse weights here"
         return dict(zip(rows, self.lexical(hidden, batch, rows), strict=True))
 
     def _token_vectors(

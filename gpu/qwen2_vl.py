@@ -17,9 +17,9 @@ import torch
 
 from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.encode.vision import GRID, PIXELS, POSITIONS, rope_positions
 from gpu.folder.read import ModelSpec
 from gpu.pixels import Pixels
-from gpu.vision_encoder import GRID, PIXELS, POSITIONS, rope_positions
 
 
 class Qwen2VlTower:

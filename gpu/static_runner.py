@@ -24,11 +24,11 @@ from gpu.batch import (
     ModelInfo,
     PackedBatch,
 )
+from gpu.encode.text import Content, EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
 from gpu.folder.read import ModelSpec
 from gpu.folder.static import MODEL2VEC
 from gpu.pooler import NORM_EPS
-from gpu.tokenizer import Content, EmptyPolicy, TextEncoder
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

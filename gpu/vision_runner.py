@@ -17,6 +17,7 @@ import torch
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
 from gpu.clip import ClipTowers
+from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
 from gpu.folder.vision import CLIP
@@ -26,7 +27,6 @@ from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
 from gpu.pages import FilePages, own_memory
 from gpu.pooler import finish
 from gpu.selfcheck import compare
-from gpu.vision_encoder import PIXELS
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

@@ -1,6 +1,6 @@
 """Decoder folders: code that comes with them, reward models, flags that change what they compute.
 
-Who calls it: `gpu.folder.read` while it reads a folder, `gpu.tokenizer` when it loads one.
+Who calls it: `gpu.folder.read` while it reads a folder, `gpu.encode.text` when it loads one.
 What must stay true: a folder whose own code may compute something else than the transformers class of
 the same model type is refused by name unless the operator says what it computes; no torch here.
 """
@@ -142,7 +142,7 @@ def close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) 
         return None
     from tokenizers.processors import TemplateProcessing
 
-    from gpu.template import learn_template
+    from gpu.encode.template import learn_template
 
     template = learn_template(tokenizer)
     if len(template.suffix):

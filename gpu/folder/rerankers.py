@@ -1,6 +1,6 @@
 """Which language models are rerankers or label scorers here, and what they read: from files and settings.
 
-Who calls it: `gpu.folder.read` while it reads a folder; `gpu.tokenizer` renders a chat template at load.
+Who calls it: `gpu.folder.read` while it reads a folder; `gpu.encode.text` renders a chat template at load.
 What must stay true: a reranker is declared, by the folder's modules.json or by a setting; nothing is
 concluded from the wording of a chat template. A template that cannot be taken apart into literal text
 around its slots is refused. No torch here.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.encode.images import ImageLimits, open_image, require_pillow
 from gpu.faults import ModelLoadError
-from gpu.images import ImageLimits, open_image, require_pillow
 from schemas.errors import EmbedstreamError, InvalidRequest, ItemTooLarge
 from tests.support.models_vision import encoded, picture
 

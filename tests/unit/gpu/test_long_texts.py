@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import EncodedItem, EncodedRequest, ItemOptions, ItemResult, pack, scatter
-from gpu.long_texts import CHUNKS, MAX_CHUNKS, max_chunks, spans_of
+from gpu.encode.long_texts import CHUNKS, MAX_CHUNKS, max_chunks, spans_of
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from gpu.encode.load import load_encoder
+from gpu.encode.text import TextEncoder
 from gpu.faults import ModelLoadError
 from gpu.folder.read import load_spec
-from gpu.tokenizer import TextEncoder
-from gpu.tokenizer_loading import load_encoder
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

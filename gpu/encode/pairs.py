@@ -1,6 +1,6 @@
 """How a query and a document become one text for a language model, and that text token ids.
 
-Who calls it: `gpu.tokenizer`, for models with a `PairPrompt`.
+Who calls it: `gpu.encode.text`, for models with a `PairPrompt`.
 What must stay true: the prompt around the texts is never cut, and neither is the query; only a document
 loses tokens; control tokens come from the prompt alone (a "<|im_end|>" inside a text is text); where the
 query ends and the document begins is known from how the ids were built, never looked for in them.

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
-from gpu.checks import check_request
+from gpu.encode.long_texts import chunked
+from gpu.encode.pairs import PairAssembler, PairPlan
+from gpu.encode.request_check import check_request
+from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.prompts import N_SHARED
 from gpu.folder.read import ModelSpec
-from gpu.long_texts import chunked
-from gpu.pairs import PairAssembler, PairPlan
-from gpu.template import Template, learn_template
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

@@ -1,6 +1,6 @@
 """Is this request something this model can do? Pure checks of fields against a `ModelSpec`.
 
-Who calls it: `gpu.tokenizer`, before any text is tokenized.
+Who calls it: `gpu.encode.text`, before any text is tokenized.
 What must stay true: a request that passes can be computed as asked; nothing is silently dropped or
 replaced (a size, an output, an instruction); every refusal says what would be accepted.
 """
@@ -8,8 +8,8 @@ replaced (a size, an output, an instruction); every refusal says what would be a
 from __future__ import annotations
 
 from gpu.batch import ItemOptions
+from gpu.encode.long_texts import check_long
 from gpu.folder.read import ModelSpec
-from gpu.long_texts import check_long
 from schemas.errors import InvalidDimensions, Unsupported
 from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, Task
 

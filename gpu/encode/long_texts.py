@@ -1,6 +1,6 @@
 """Texts beyond the model's limit: cut into chunks whose vectors are averaged; spans of one long forward.
 
-Who calls it: `gpu.checks` and `gpu.tokenizer` (what is possible, how a text is cut), `gpu.model_runner`
+Who calls it: `gpu.encode.request_check` and `gpu.encode.text` (what is possible, how a text is cut), `gpu.model_runner`
 (`in_chunks`) and `gpu.outputs` (`spans_of`).
 What must stay true: one item stays one item with its whole cost in tokens, so budgets hold; no chunk is
 longer than the model's limit and no pass over the device holds more tokens than the batch budget; each
@@ -185,7 +185,9 @@ def _average(item: EncodedItem, outcomes: Sequence[ItemOutcome], normalize: bool
     for outcome in outcomes:
         if isinstance(outcome, EmbedstreamError):
             return outcome
-        assert outcome.dense is not None, "gpu.checks lets only dense vectors be averaged"
+        assert outcome.dense is not None, (
+            "gpu.encode.request_check lets only dense vectors be averaged"
+        )
         vectors.append(outcome.dense)
     weights = np.asarray(item.extras[CHUNKS], dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from gpu.encode.text import EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
 from gpu.folder.decoders import close_with_end_token
 from gpu.folder.fingerprint import TOKENIZER_FILES
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.read import ModelSpec
 from gpu.folder.rerankers import rendered
-from gpu.tokenizer import EmptyPolicy, TextEncoder
 
 
 def load_encoder(

@@ -1,6 +1,6 @@
 """Where a tokenizer puts its special tokens, learnt once, so that content can be cut without them.
 
-Who calls it: `gpu.tokenizer`, which tokenizes content alone and assembles sequences itself.
+Who calls it: `gpu.encode.text`, which tokenizes content alone and assembles sequences itself.
 What must stay true: `single(content)` and `pair(a, b)` give exactly the ids and segment ids of the
 tokenizer's own post-processor; special tokens are never part of what is cut.
 """

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from gpu.batch import EncodedItem, Int32
+from gpu.encode.images import ImageLimits, open_image, require_pillow
+from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import TOKENIZER_FILES
 from gpu.folder.read import ModelSpec
 from gpu.folder.vision import CLIP, GME, GME_IMAGE_TOKENS
-from gpu.images import ImageLimits, open_image, require_pillow
-from gpu.tokenizer import Content, EmptyPolicy, TextEncoder, _Plan
 from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
 from schemas.requests import AnyRequest, EmbedRequest, Image
 

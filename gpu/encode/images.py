@@ -1,6 +1,6 @@
 """Image bytes from strangers -> one upright RGB picture, or a typed error; never a crash.
 
-Who calls it: `gpu.vision_encoder`, on the encoder's thread.
+Who calls it: `gpu.encode.vision`, on the encoder's thread.
 What must stay true: sizes are checked before a pixel is decoded, so that neither a decompression bomb
 nor a thin strip that a resize would blow up costs memory; only a few formats are opened; whatever a
 file does to its decoder becomes that item's error. Pillow is imported here alone, and late: it is an
