@@ -20,10 +20,10 @@ import torch
 from benchmarks._gpu_models import FP32_DIFF, HALF_COSINE, Shape, folder_of, vectors_of
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, PackedBatch, pack
-from gpu.cuda_graphs import CudaRecorder, GraphedForward, with_graphs
-from gpu.forward import PackedForward
+from gpu.forward.cuda_graphs import CudaRecorder, GraphedForward, with_graphs
+from gpu.forward.packed import PackedForward
+from gpu.forward.token_buckets import LARGEST_BUCKET, probe
 from gpu.staging import CopyOut, CudaCalls, InputStaging
-from gpu.token_buckets import LARGEST_BUCKET, probe
 from tests.support.recorded import CpuRecorder, LateCopies
 
 N_UPLOADS = 200
@@ -87,7 +87,7 @@ def _both(
     report: Any, place: Any, path: Path, dtype: torch.dtype, told: str
 ) -> tuple[PackedForward, GraphedForward | None]:
     from gpu.folder.read import load_spec
-    from gpu.loading import load_model
+    from gpu.forward.weights import load_model
 
     spec = load_spec(path)
     loaded = load_model(

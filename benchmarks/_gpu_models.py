@@ -140,8 +140,8 @@ def _states(
 ) -> None:
     """Token states and seconds of the packed and of the padded forward over the same weights."""
     from gpu.folder.read import load_spec
-    from gpu.forward import PackedForward, PaddedForward
-    from gpu.loading import load_model
+    from gpu.forward.packed import PackedForward, PaddedForward
+    from gpu.forward.weights import load_model
 
     spec = load_spec(path)
     loaded = load_model(

@@ -33,10 +33,10 @@ class ModelSettings:
     device: "auto", "cpu", "cuda:0". attention, batch_invariant: see `gpu.attention.backends_for`.
     matryoshka_dimensions, pooling, default_prompt_name: override what the folder says; prompts are
     added to the folder's, and override those of the same name. max_image_bytes, max_image_pixels: of
-    one image, see `gpu.encode.images`. speed: see `gpu.speed`.
+    one image, see `gpu.encode.images`. speed: see `gpu.forward.speed`.
     rerank_template, label_tokens: how a language model reads a pair and which tokens score it, see
-    `gpu.folder.rerankers`. multi_item: documents of one query share its computation, see `gpu.shared_prefix`.
-    cuda_graphs: "off", or "auto": see `gpu.cuda_graphs`.
+    `gpu.folder.rerankers`. multi_item: documents of one query share its computation, see `gpu.forward.shared_prefix`.
+    cuda_graphs: "off", or "auto": see `gpu.forward.cuda_graphs`.
     causal: whether a decoder attends to earlier tokens only, where the folder does not say.
     "auto", None and an empty list or map all mean: as the folder says.
     """
@@ -171,7 +171,7 @@ class RunnerFactory:
 
     def _static(self, spec: ModelSpec) -> Runner:
         """A table of token vectors instead of a transformer."""
-        from gpu.static_runner import StaticRunner, load_static_encoder
+        from gpu.forward.static import StaticRunner, load_static_encoder
 
         if self.settings.speed != "off":
             raise ModelLoadError(
@@ -196,8 +196,8 @@ class RunnerFactory:
         """A model that takes images."""
         from gpu.encode.images import ImageLimits
         from gpu.encode.vision import load_vision_encoder
+        from gpu.forward.vision import VisionRunner
         from gpu.model_runner import RunnerSettings
-        from gpu.vision_runner import VisionRunner
 
         if self.settings.speed != "off":
             raise ModelLoadError(

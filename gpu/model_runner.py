@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu import speed
 from gpu.attention import AttentionBackend, backends_for
 from gpu.batch import (
     EncodedItem,
@@ -26,20 +25,14 @@ from gpu.batch import (
     PackedBatch,
     pack,
 )
-from gpu.cuda_graphs import with_graphs
 from gpu.encode.long_texts import in_chunks
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
-from gpu.forward import Forward, PackedForward
-from gpu.forward_choice import pick_forward, pick_sharing
-from gpu.heads import HeadFn, build_head, scored
-from gpu.label_rows import label_head_of
-from gpu.linears import LinearReport, prepack
-from gpu.loading import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
-from gpu.outputs import Outputs
-from gpu.pages import FilePages, own_memory
-from gpu.pooler import Segments, segments_of
-from gpu.selfcheck import (
+from gpu.forward import speed
+from gpu.forward.choice import pick_forward, pick_sharing
+from gpu.forward.cuda_graphs import with_graphs
+from gpu.forward.packed import Forward, PackedForward
+from gpu.forward.selfcheck import (
     Finding,
     check_head,
     check_tokens,
@@ -49,7 +42,14 @@ from gpu.selfcheck import (
     reference_states,
     reference_tokens,
 )
-from gpu.shared_prefix import SharedPrefixForward
+from gpu.forward.shared_prefix import SharedPrefixForward
+from gpu.forward.weights import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
+from gpu.heads import HeadFn, build_head, scored
+from gpu.label_rows import label_head_of
+from gpu.linears import LinearReport, prepack
+from gpu.outputs import Outputs
+from gpu.pages import FilePages, own_memory
+from gpu.pooler import Segments, segments_of
 from gpu.sparse import mlm_head
 from schemas.errors import (
     EmbedstreamError,
@@ -71,7 +71,7 @@ class RunnerSettings:
     prepack: replace linears by oneDNN ones on the CPU.
     attention, batch_invariant: see `gpu.attention.backends_for`.
     multi_item: documents of one query share its computation where the model can.
-    cuda_graphs: "off" or "auto", see `gpu.cuda_graphs`.
+    cuda_graphs: "off" or "auto", see `gpu.forward.cuda_graphs`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class RunnerSettings:
     allow_pickle: bool = False
     trust_remote_code: bool = False
     prepack: bool = True
-    speed: str = "off"  # see gpu.speed
+    speed: str = "off"  # see gpu.forward.speed
     attention: str = "auto"
     batch_invariant: bool = False
     multi_item: bool = False

@@ -72,7 +72,7 @@ def executor_workers(settings: Settings) -> int:
 def _device_kind(name: str, model: ModelSettings) -> str:
     if model.device == "cpu":
         return "cpu"
-    from gpu.loading import pick_device  # brings torch: not before somebody loads a model
+    from gpu.forward.weights import pick_device  # brings torch: not before somebody loads a model
 
     try:
         return pick_device(model.device).type

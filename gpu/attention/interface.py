@@ -11,7 +11,7 @@ What must stay true:
   - a forward that did not reach this function as often as it has layers is wrong silently (MPNet and
     DeBERTa accept the name and ignore it), so `calls` and `masks_seen` are there for the self-check.
 
-CUDA graphs: the function is where they are cut. `gpu.cuda_graphs` enters a context of its own, whose
+CUDA graphs: the function is where they are cut. `gpu.forward.cuda_graphs` enters a context of its own, whose
 `attend` ends one recording and begins the next; attention itself is never recorded, because FlashInfer's
 `plan` copies to the host and may not run inside a capture.
 """

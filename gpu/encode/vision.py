@@ -28,7 +28,7 @@ from schemas.requests import AnyRequest, EmbedRequest, Image
 
 PIXELS = "pixels"
 """Key in `EncodedItem.extras`: uint8, resized; CLIP [3, height, width], Qwen2-VL [n_patches, 3, side,
-side]. `gpu.pixels` makes floats of it."""
+side]. `gpu.forward.pixels` makes floats of it."""
 GRID = "grid"
 """Key: (1, rows, columns) of patches before merging, Qwen2-VL."""
 POSITIONS = "positions"

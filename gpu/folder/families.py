@@ -47,7 +47,7 @@ class Family:
     causal: attention is causal unless the config says otherwise.
     mlm: recipe of the head of `*ForMaskedLM`, for SPLADE; None: such models are refused.
     padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
-    wrapper: what `gpu.wrappers` changes so that it can; None: nothing has to be.
+    wrapper: what `gpu.forward.wrappers` changes so that it can; None: nothing has to be.
     remote: no row of this table: its class is code in the model folder.
     loads_as: transformers class of an embedding model where AutoModel would give another one.
     """

@@ -1,8 +1,8 @@
 """NV-Embed's folder: a bidirectional Mistral and a latent-attention block before the mean.
 
-Who calls it: `gpu.folder.read.load_spec`, before it looks for an ordinary text model; `gpu.loading`.
+Who calls it: `gpu.folder.read.load_spec`, before it looks for an ordinary text model; `gpu.forward.weights`.
 What must stay true: JSON and hashes only. The folder names classes of its own; they are not run: what
-they compute is computed here (`gpu.latent_attention`), and only when the operator trusts that code,
+they compute is computed here (`gpu.forward.nvembed`), and only when the operator trusts that code,
 because nothing but that code says what the model is.
 """
 

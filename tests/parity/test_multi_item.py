@@ -93,7 +93,7 @@ def test_the_query_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_long_joined_sequences_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The square mask of a joined sequence is bounded."""
-    from gpu import shared_prefix
+    from gpu.forward import shared_prefix
 
     folder = write_causal(tmp_path / "m")
     runner = make_runner_factory("m", folder, multi_item=True, rerank_template="qwen3")()

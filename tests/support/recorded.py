@@ -1,6 +1,6 @@
 """CUDA graphs and pinned memory, played on the CPU: what is recorded runs again on the same memory.
 
-Who calls it: tests of `gpu.cuda_graphs` and `gpu.staging`, and the dry run of `benchmarks.gpu_check`.
+Who calls it: tests of `gpu.forward.cuda_graphs` and `gpu.staging`, and the dry run of `benchmarks.gpu_check`.
 What must stay true: like a CUDA graph, a replay runs the recorded operations on the recorded tensors
 and no Python of the model; a value that Python reads from a tensor while recording is an error; a copy
 that was queued reads its source only when somebody waits for it.
@@ -53,7 +53,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class CpuRecorder:
-    """A `gpu.cuda_graphs.Recorder`. warm_ups, pieces: how many there were."""
+    """A `gpu.forward.cuda_graphs.Recorder`. warm_ups, pieces: how many there were."""
 
     def __init__(self, device: Any = None) -> None:
         self.warm_ups = 0

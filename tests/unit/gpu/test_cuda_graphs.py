@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gpu.batch import EncodedItem, ItemOptions, pack
-from gpu.cuda_graphs import CudaRecorder, GraphedForward, GraphRefused, record, with_graphs
 from gpu.faults import ModelLoadError
-from gpu.forward import PackedForward
+from gpu.forward.cuda_graphs import CudaRecorder, GraphedForward, GraphRefused, record, with_graphs
+from gpu.forward.packed import PackedForward
+from gpu.forward.token_buckets import bucket_of, buckets, filled, probe
 from gpu.loader import make_runner_factory
-from gpu.token_buckets import bucket_of, buckets, filled, probe
 from tests.support.models import FAMILY_NAMES, LAYERS, write_model
 from tests.support.models_encoders import ENCODER_NAMES
 from tests.support.recorded import CpuRecorder

@@ -9,8 +9,8 @@ import pytest
 
 from gpu.folder.decoders import length_dependent, rope_limit
 from gpu.folder.read import ModelLoadError, load_spec
+from gpu.forward.rope import RopePaddedForward, rope_groups
 from gpu.loader import make_runner_factory
-from gpu.rope import RopePaddedForward, rope_groups
 from schemas.requests import EmbedRequest, TokenIds
 from tests.support.models import edit_json, write_model
 
@@ -95,7 +95,7 @@ def test_the_self_check_sees_a_pack_that_is_not_split(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent failure: without the split, short items take the long ones' frequencies; it is caught."""
-    import gpu.forward_choice as choice
+    import gpu.forward.choice as choice
 
     folder = tiny(tmp_path / "m", kind)
     assert load_spec(folder).max_tokens == 96

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from gpu import linears, speed
+from gpu import linears
 from gpu.attention import LayerKind, PackLayout, SdpaBackend
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack
 from gpu.folder.read import ModelLoadError
+from gpu.forward import speed
 from gpu.linears import PackedLinear, prepack
 from gpu.loader import make_runner_factory
 from tests.support.models import write_model

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
 from gpu.folder.read import ModelLoadError, load_spec
+from gpu.forward.static import CHUNK_TOKENS
 from gpu.loader import make_runner_factory
-from gpu.static_runner import CHUNK_TOKENS
 from schemas.errors import (
     EmptyInput,
     InvalidDimensions,

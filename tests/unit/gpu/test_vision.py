@@ -143,7 +143,7 @@ def test_preprocessing_is_the_folders_own_formula(runners: Any) -> None:
     expected = (cropped - [0.48, 0.46, 0.41]) / [0.27, 0.26, 0.28]
     import torch
 
-    from gpu.pixels import Pixels
+    from gpu.forward.pixels import Pixels
 
     floats = Pixels(runners["clip"].spec.config["preprocessing"], torch.device("cpu"))
     got = floats(item.extras[PIXELS]).numpy()

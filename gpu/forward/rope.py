@@ -1,6 +1,6 @@
 """Rotary positions that depend on the longest position of a call: kept to the item they belong to.
 
-Who calls it: `gpu.forward_choice`, for models with such a RoPE.
+Who calls it: `gpu.forward.choice`, for models with such a RoPE.
 What must stay true: an item's frequencies follow from its own length. transformers picks them from the
 largest position of the whole call ("longrope": short or long factors; "dynamic": a base that grows) and
 keeps them in the module, so items are grouped by what they need, and the module, which all executor
@@ -19,7 +19,7 @@ from torch import nn
 from gpu.attention import MultiItem, PackedContext
 from gpu.batch import PackedBatch, pack
 from gpu.folder.decoders import RopeKind
-from gpu.forward import PackedForward, PaddedForward
+from gpu.forward.packed import PackedForward, PaddedForward
 
 
 class RopePackedForward(PackedForward):

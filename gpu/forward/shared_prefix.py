@@ -18,7 +18,7 @@ import torch
 from gpu.attention import MultiItem, PackedContext
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.folder.prompts import N_SHARED
-from gpu.forward import PackedForward
+from gpu.forward.packed import PackedForward
 from gpu.pooler import Segments, segments_of
 
 MAX_JOINED = 4096

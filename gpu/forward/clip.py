@@ -1,6 +1,6 @@
 """CLIP: texts packed through the text tower, images through the vision tower, both projected.
 
-Who calls it: `gpu.vision_runner`.
+Who calls it: `gpu.forward.vision`.
 What must stay true: a text's vector is the projection of its last token (its end token), an image's that
 of the class token, as `CLIPModel.get_text_features` and `get_image_features` give them; on the CPU
 every image is a call of its own, so that its bits do not depend on how many came along.
@@ -18,11 +18,11 @@ from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.encode.vision import PIXELS
 from gpu.folder.read import ModelSpec
-from gpu.pixels import Pixels
+from gpu.forward.pixels import Pixels
 
 
 class ClipTowers:
-    """Implements `gpu.vision_runner.Towers`."""
+    """Implements `gpu.forward.vision.Towers`."""
 
     modalities: tuple[str, ...] = ("text", "image")
 
@@ -83,7 +83,7 @@ class ClipTowers:
 
     def _texts(self, batch: PackedBatch) -> torch.Tensor:
         """[n_items, dimensions] in the compute dtype."""
-        if batch.n_tokens == 1:  # see `gpu.forward.PackedForward`
+        if batch.n_tokens == 1:  # see `gpu.forward.packed.PackedForward`
             return self._texts(pack([*batch.items, *batch.items]))[:1]
         tower = self._model.text_model
         # The embeddings module refuses a pack that is longer than the position table: its two halves do not.

@@ -1,6 +1,6 @@
 """Resized pictures as they wait (bytes) -> what a vision tower takes (float32).
 
-Who calls it: `gpu.clip` and `gpu.qwen2_vl`, on the device.
+Who calls it: `gpu.forward.clip` and `gpu.forward.qwen2_vl`, on the device.
 What must stay true: pictures wait as uint8, a quarter of the memory of floats and exact, because PIL
 resizes bytes to bytes; the numbers are those of transformers' processors:
 ``(pixel * rescale_factor - mean) / std`` per channel, in float32.

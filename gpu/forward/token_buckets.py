@@ -1,6 +1,6 @@
 """Token-count buckets: which one a pack falls into, how it is filled up, packs to try one with.
 
-Who calls it: `gpu.cuda_graphs`; no torch here.
+Who calls it: `gpu.forward.cuda_graphs`; no torch here.
 What must stay true: a pack's own rows stay where they are and as they are; filler is made of items of its
 own, within the model's limits, so that attention keeps it apart.
 """

@@ -1,6 +1,6 @@
 """NV-Embed natively: Mistral without causality, then every token attends over trained latents.
 
-Who calls it: `gpu.loading` for a folder that `gpu.folder.nvembed` read.
+Who calls it: `gpu.forward.weights` for a folder that `gpu.folder.nvembed` read.
 What must stay true: the block works on each token alone (queries are tokens, keys and values are the
 latents), so packing does not touch it, and a token's bits do not depend on how many others there are.
 Formula: NV-Embed paper (Lee and others, 2024), section 3.1, in the form of the published

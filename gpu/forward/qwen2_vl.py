@@ -1,6 +1,6 @@
 """Qwen2-VL as an embedding model (GME): texts and images in one packed sequence per item.
 
-Who calls it: `gpu.vision_runner`.
+Who calls it: `gpu.forward.vision`.
 What must stay true: positions are three per token (time, row, column), numbered per item; image
 features enter at the item's own image tokens, in order; the language model runs packed while the
 vision tower, which attends over each image on its own, keeps transformers' attention; an item's
@@ -19,11 +19,11 @@ from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.encode.vision import GRID, PIXELS, POSITIONS, rope_positions
 from gpu.folder.read import ModelSpec
-from gpu.pixels import Pixels
+from gpu.forward.pixels import Pixels
 
 
 class Qwen2VlTower:
-    """Implements `gpu.vision_runner.Towers`."""
+    """Implements `gpu.forward.vision.Towers`."""
 
     modalities: tuple[str, ...] = ("text", "image", "text and image")
 
@@ -88,7 +88,7 @@ class Qwen2VlTower:
         self._model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
 
     def vectors(self, batch: PackedBatch) -> torch.Tensor:
-        if batch.n_tokens == 1:  # see `gpu.forward.PackedForward`
+        if batch.n_tokens == 1:  # see `gpu.forward.packed.PackedForward`
             return self.vectors(pack([*batch.items, *batch.items]))[:1]
         model = self._model
         states = model.get_input_embeddings()(self._row(batch.input_ids))

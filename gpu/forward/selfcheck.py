@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.folder.decoders import length_dependent
-from gpu.forward import Forward, PackedForward, fixed_arguments
+from gpu.forward.packed import Forward, PackedForward, fixed_arguments
 
 # fp32: relative to the largest activation. Measured on every family: 2e-5 at activations of 4 to 22
 # when right, 1 and more when items leak. Half precision: cosine per token, where rounding alone gives

@@ -16,11 +16,11 @@ from gpu.attention import NAME, AttentionBackend, register
 from gpu.batch import PackedBatch
 from gpu.folder.decoders import length_dependent
 from gpu.folder.read import ModelSpec
-from gpu.forward import Forward, PackedForward, PaddedForward
-from gpu.loading import LoadedModel
-from gpu.rope import RopePackedForward, RopePaddedForward
-from gpu.selfcheck import Finding, check_forward, compare
-from gpu.shared_prefix import SharedPrefixForward, probe_pack
+from gpu.forward.packed import Forward, PackedForward, PaddedForward
+from gpu.forward.rope import RopePackedForward, RopePaddedForward
+from gpu.forward.selfcheck import Finding, check_forward, compare
+from gpu.forward.shared_prefix import SharedPrefixForward, probe_pack
+from gpu.forward.weights import LoadedModel
 
 
 def pick_forward(

@@ -18,10 +18,10 @@ from gpu.faults import ModelLoadError
 from gpu.folder.decoders import is_reward
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.read import ModelSpec
-from gpu.latent_attention import load_nvembed
+from gpu.forward.nvembed import load_nvembed
+from gpu.forward.rope import make_stateless
+from gpu.forward.wrappers import wrap
 from gpu.pooler import refused_pickle
-from gpu.rope import make_stateless
-from gpu.wrappers import wrap
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,

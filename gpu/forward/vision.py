@@ -16,17 +16,17 @@ import torch
 
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
-from gpu.clip import ClipTowers
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
 from gpu.folder.vision import CLIP
+from gpu.forward.clip import ClipTowers
+from gpu.forward.selfcheck import compare
+from gpu.forward.weights import DTYPES, load_model, pick_device, pick_dtype
 from gpu.linears import LinearReport, prepack
-from gpu.loading import DTYPES, load_model, pick_device, pick_dtype
 from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
 from gpu.pages import FilePages, own_memory
 from gpu.pooler import finish
-from gpu.selfcheck import compare
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

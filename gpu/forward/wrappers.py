@@ -1,6 +1,6 @@
 """Attention modules of families that bypass transformers' attention interface, or build a bias per pack.
 
-Who calls it: `gpu.loading` once per model, after the weights are in.
+Who calls it: `gpu.forward.weights` once per model, after the weights are in.
 What must stay true: outside of a packed context every module computes exactly what transformers wrote
 (the self-check's reference and padded batches run through it); inside one, items are kept apart and
 every wrapped layer is counted, so that the self-check sees it; an item's rows have the same bits
