@@ -15,6 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu.answer.heads import HeadFn, build_head, scored
+from gpu.answer.label_rows import label_head_of
+from gpu.answer.outputs import Outputs
+from gpu.answer.sparse import mlm_head
 from gpu.attention import AttentionBackend, backends_for
 from gpu.batch import (
     EncodedItem,
@@ -44,13 +48,9 @@ from gpu.forward.selfcheck import (
 )
 from gpu.forward.shared_prefix import SharedPrefixForward
 from gpu.forward.weights import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
-from gpu.heads import HeadFn, build_head, scored
-from gpu.label_rows import label_head_of
 from gpu.linears import LinearReport, prepack
-from gpu.outputs import Outputs
 from gpu.pages import FilePages, own_memory
 from gpu.pooler import Segments, segments_of
-from gpu.sparse import mlm_head
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

@@ -1,6 +1,6 @@
 """Hidden states of a pack -> one vector per item: pool, project, cut, normalise; in this order.
 
-Who calls it: `gpu.model_runner` after the forward; `gpu.heads` borrows the row gatherers.
+Who calls it: `gpu.model_runner` after the forward; `gpu.answer.heads` borrows the row gatherers.
 What must stay true: sums are fp32 and per segment (never a running sum over the pack, which loses bits
 and lets neighbours in); an item's vector has the same bits wherever it sits; the norm is taken after
 the cut, with an epsilon, so a zero vector stays zero and never becomes NaN.

@@ -1,7 +1,7 @@
 """Between host and device without waiting: pinned buffers on the way in, one copy on the way out.
 
 Who calls it: `gpu.forward.packed` and `gpu.pooler` (ids, positions, row numbers), `gpu.attention.base` (prefix
-sums), `gpu.outputs` and `gpu.heads` (results).
+sums), `gpu.answer.outputs` and `gpu.answer.heads` (results).
 What must stay true: on the CPU nothing is pinned, copied twice or delayed; a pinned buffer is not
 written again before the copy out of it has finished; what is handed out owns its memory, so nothing that
 a later forward does changes it; buffers belong to one thread, as the stream they feed does.

@@ -1,7 +1,7 @@
 """Texts beyond the model's limit: cut into chunks whose vectors are averaged; spans of one long forward.
 
 Who calls it: `gpu.encode.request_check` and `gpu.encode.text` (what is possible, how a text is cut), `gpu.model_runner`
-(`in_chunks`) and `gpu.outputs` (`spans_of`).
+(`in_chunks`) and `gpu.answer.outputs` (`spans_of`).
 What must stay true: one item stays one item with its whole cost in tokens, so budgets hold; no chunk is
 longer than the model's limit and no pass over the device holds more tokens than the batch budget; each
 chunk keeps the special tokens and the prompt; an average is taken in fp32 over vectors that are what

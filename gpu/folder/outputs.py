@@ -1,6 +1,6 @@
 """What a folder says about outputs beside one dense vector: sparse weights and token-level vectors.
 
-Who calls it: `gpu.folder.read` while it reads a folder; `gpu.sparse` and `gpu.token_vectors` compute it.
+Who calls it: `gpu.folder.read` while it reads a folder; `gpu.answer.sparse` and `gpu.answer.token_vectors` compute it.
 What must stay true: JSON only (no torch); a module, a setting or a head that we do not compute as
 its library does is refused by name; files named here go into the fingerprint.
 """

@@ -1,6 +1,6 @@
 """What a language model reads and is read at: the prompt around a pair, and its label tokens.
 
-Who calls it: `gpu.folder.read` and `gpu.folder.rerankers` make these records, `gpu.encode.pairs` and `gpu.label_rows`
+Who calls it: `gpu.folder.read` and `gpu.folder.rerankers` make these records, `gpu.encode.pairs` and `gpu.answer.label_rows`
 use them.
 What must stay true: plain values; the built-in prompts are, letter by letter, what the models were
 trained on. No torch here.

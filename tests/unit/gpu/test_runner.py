@@ -276,7 +276,7 @@ def test_a17_an_identity_head_is_not_squashed(tmp_path: Path) -> None:
 def test_trap6_softmax_is_stable_for_large_logits() -> None:
     import torch
 
-    from gpu.heads import activate
+    from gpu.answer.heads import activate
 
     out = activate(torch.tensor([[-60.0, 30.0], [1e4, -1e4], [88.0, 89.0]]), "softmax")
     assert torch.isfinite(out).all() and torch.allclose(out.sum(1), torch.ones(3))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-import gpu.heads
-import gpu.outputs
+import gpu.answer.heads
+import gpu.answer.outputs
 from gpu.batch import EncodedItem, ItemOptions, pack
 from gpu.staging import SMALLEST, CopyOut, InputStaging, row_numbers, upload
 from tests.support.recorded import LateCopies
@@ -135,7 +135,7 @@ def test_a_forward_copies_its_results_once(
     batch = mixed_pack("classify" if labels else "embed", ("dense",))
     want = runner.forward(batch)
     calls = LateCopies()
-    module = gpu.heads if labels else gpu.outputs
+    module = gpu.answer.heads if labels else gpu.answer.outputs
     monkeypatch.setattr(module, "CopyOut", lambda device: CopyOut(device, calls))
     got = runner.forward(batch)
     assert [line for line in calls.log if "copy" in line or line == "wait"] == [

@@ -1,6 +1,6 @@
 """Sparse weights over the vocabulary from hidden states of a pack: SPLADE, and BGE-M3's lexical head.
 
-Who calls it: `gpu.outputs` after the forward; `gpu.model_runner`'s self-check borrows the head.
+Who calls it: `gpu.answer.outputs` after the forward; `gpu.model_runner`'s self-check borrows the head.
 What must stay true: logits are never held for more than a chunk of tokens, whatever the pack (8,192
 tokens by 30,522 words would be 1 GB); an item's weights are a function of its own rows and have the
 same bits whichever chunk they fall into; NaN never passes for "no weight".

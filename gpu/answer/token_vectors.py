@@ -1,6 +1,6 @@
 """One vector per token from hidden states of a pack: ColBERT's projection, and BGE-M3's.
 
-Who calls it: `gpu.outputs` after the forward.
+Who calls it: `gpu.answer.outputs` after the forward.
 What must stay true: projection and norm in fp32, one token at a time in effect (same bits whatever
 else is in the pack); tokens that the model's own library leaves out are left out here; the order
 is that of the text.
@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from gpu.answer.sparse import load_linear
 from gpu.batch import Float32, PackedBatch
 from gpu.folder.outputs import TokenVectorSpec
 from gpu.linears import prepack_one
 from gpu.pooler import NORM_EPS, DenseStack
-from gpu.sparse import load_linear
 from gpu.staging import CopyOut, Ticket, upload
 
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu.answer.sparse import Lexical, SparseRow, Splade, mlm_head
+from gpu.answer.token_vectors import TokenVectors
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
 from gpu.encode.long_texts import spans_of
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.read import ModelSpec
 from gpu.pooler import DenseStack, Segments, finish, pool
-from gpu.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.staging import CopyOut, Ticket
-from gpu.token_vectors import TokenVectors
 from schemas.errors import NonFinite
 from schemas.requests import Output
 
