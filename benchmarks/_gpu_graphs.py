@@ -20,10 +20,10 @@ import torch
 from benchmarks._gpu_models import FP32_DIFF, HALF_COSINE, Shape, folder_of, vectors_of
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, PackedBatch, pack
+from gpu.device.staging import CopyOut, CudaCalls, InputStaging
 from gpu.forward.cuda_graphs import CudaRecorder, GraphedForward, with_graphs
 from gpu.forward.packed import PackedForward
 from gpu.forward.token_buckets import LARGEST_BUCKET, probe
-from gpu.staging import CopyOut, CudaCalls, InputStaging
 from tests.support.recorded import CpuRecorder, LateCopies
 
 N_UPLOADS = 200

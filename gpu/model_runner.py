@@ -29,6 +29,8 @@ from gpu.batch import (
     PackedBatch,
     pack,
 )
+from gpu.device.linears import LinearReport, prepack
+from gpu.device.pages import FilePages, own_memory
 from gpu.encode.long_texts import in_chunks
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
@@ -48,8 +50,6 @@ from gpu.forward.selfcheck import (
 )
 from gpu.forward.shared_prefix import SharedPrefixForward
 from gpu.forward.weights import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
-from gpu.linears import LinearReport, prepack
-from gpu.pages import FilePages, own_memory
 from gpu.pooler import Segments, segments_of
 from schemas.errors import (
     EmbedstreamError,

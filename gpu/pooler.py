@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from gpu.batch import PackedBatch, Pooling
+from gpu.device.linears import prepack_one
+from gpu.device.staging import row_numbers
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import weight_files
 from gpu.folder.modules import DenseSpec
-from gpu.linears import prepack_one
-from gpu.staging import row_numbers
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from gpu.batch import ItemOutcome, ItemResult, PackedBatch
+from gpu.device.staging import CopyOut
 from gpu.folder.families import Family
 from gpu.pooler import Segments, first_rows, last_rows, mean_rows
-from gpu.staging import CopyOut
 from schemas.errors import NonFinite
 
 HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]

@@ -17,11 +17,11 @@ from torch import nn
 from gpu.answer.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.answer.token_vectors import TokenVectors
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
+from gpu.device.staging import CopyOut, Ticket
 from gpu.encode.long_texts import spans_of
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.read import ModelSpec
 from gpu.pooler import DenseStack, Segments, finish, pool
-from gpu.staging import CopyOut, Ticket
 from schemas.errors import NonFinite
 from schemas.requests import Output
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from gpu.answer.sparse import load_linear
 from gpu.batch import Float32, PackedBatch
+from gpu.device.linears import prepack_one
+from gpu.device.staging import CopyOut, Ticket, upload
 from gpu.folder.outputs import TokenVectorSpec
-from gpu.linears import prepack_one
 from gpu.pooler import NORM_EPS, DenseStack
-from gpu.staging import CopyOut, Ticket, upload
 
 
 class TokenVectors(nn.Module):

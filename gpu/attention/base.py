@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from gpu.batch import PackedBatch
-from gpu.staging import upload
+from gpu.device.staging import upload
 
 
 class AttentionError(RuntimeError):

@@ -26,11 +26,11 @@ import torch
 from gpu.attention import AttentionBackend, LayerKind, PackedContext, PackLayout, packed_context
 from gpu.attention.interface import entered
 from gpu.batch import Int32, PackedBatch
+from gpu.device.staging import upload
 from gpu.forward.packed import Forward, PackedForward
 from gpu.forward.rope import RopePackedForward
 from gpu.forward.selfcheck import compare
 from gpu.forward.token_buckets import SMALLEST_BUCKET, bucket_of, buckets, filled, probe
-from gpu.staging import upload
 
 
 class GraphRefused(RuntimeError):

@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu.attention import AttentionBackend, MultiItem, PackedContext, packed_context
 from gpu.batch import Int32, PackedBatch, pack
-from gpu.staging import upload
+from gpu.device.staging import upload
 
 PAD_TO = 16  # padded lengths are multiples of this
 

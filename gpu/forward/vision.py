@@ -16,6 +16,8 @@ import torch
 
 from gpu.attention import backends_for, register
 from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, ModelInfo, PackedBatch, pack
+from gpu.device.linears import LinearReport, prepack
+from gpu.device.pages import FilePages, own_memory
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.read import ModelSpec
@@ -23,9 +25,7 @@ from gpu.folder.vision import CLIP
 from gpu.forward.clip import ClipTowers
 from gpu.forward.selfcheck import compare
 from gpu.forward.weights import DTYPES, load_model, pick_device, pick_dtype
-from gpu.linears import LinearReport, prepack
 from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
-from gpu.pages import FilePages, own_memory
 from gpu.pooler import finish
 from schemas.errors import (
     EmbedstreamError,

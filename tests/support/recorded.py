@@ -1,6 +1,6 @@
 """CUDA graphs and pinned memory, played on the CPU: what is recorded runs again on the same memory.
 
-Who calls it: tests of `gpu.forward.cuda_graphs` and `gpu.staging`, and the dry run of `benchmarks.gpu_check`.
+Who calls it: tests of `gpu.forward.cuda_graphs` and `gpu.device.staging`, and the dry run of `benchmarks.gpu_check`.
 What must stay true: like a CUDA graph, a replay runs the recorded operations on the recorded tensors
 and no Python of the model; a value that Python reads from a tensor while recording is an error; a copy
 that was queued reads its source only when somebody waits for it.
@@ -87,7 +87,7 @@ class CpuRecorder:
 
 
 class LateCopies:
-    """`gpu.staging.Calls` whose copies happen when an event behind them is waited for, in order.
+    """`gpu.device.staging.Calls` whose copies happen when an event behind them is waited for, in order.
 
     log: what was asked of it.
     """

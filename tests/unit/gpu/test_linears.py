@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from gpu import linears
-from gpu.linears import PackedLinear, prepack, prepack_one
+from gpu.device import linears
+from gpu.device.linears import PackedLinear, prepack, prepack_one
 
 SHAPES = [(384, 384), (1536, 384), (384, 1536), (96, 32), (1, 384), (3, 32), (65, 31)]
 

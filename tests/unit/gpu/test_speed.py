@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from gpu import linears
 from gpu.attention import LayerKind, PackLayout, SdpaBackend
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack
+from gpu.device import linears
+from gpu.device.linears import PackedLinear, prepack
 from gpu.folder.read import ModelLoadError
 from gpu.forward import speed
-from gpu.linears import PackedLinear, prepack
 from gpu.loader import make_runner_factory
 from tests.support.models import write_model
 from tests.support.models_outputs import write_static

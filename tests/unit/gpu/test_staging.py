@@ -11,7 +11,7 @@ import torch
 import gpu.answer.heads
 import gpu.answer.outputs
 from gpu.batch import EncodedItem, ItemOptions, pack
-from gpu.staging import SMALLEST, CopyOut, InputStaging, row_numbers, upload
+from gpu.device.staging import SMALLEST, CopyOut, InputStaging, row_numbers, upload
 from tests.support.recorded import LateCopies
 
 CPU = torch.device("cpu")
