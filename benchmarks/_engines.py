@@ -24,7 +24,7 @@ from actors.tokenizer import SLICE_ITEMS
 from benchmarks._common import cores
 from gpu.batch import EncodedItem, EncodedRequest, ItemResult, pack, scatter
 from gpu.executor import ModelExecutor
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, Text
 
 Engine = Callable[[Sequence[str]], np.ndarray]

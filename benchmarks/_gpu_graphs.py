@@ -205,7 +205,7 @@ def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def _runner(report: Any, place: Any, shape: Shape, path: Path) -> None:
     """The whole runner, loaded as an operator would, on one short text: milliseconds for one answer."""
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
 
     what = f"{shape.name}: runner, one text of 12 tokens"
     if report.out_of_time("graphs", what):

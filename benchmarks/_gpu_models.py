@@ -187,7 +187,7 @@ def _states(
 
 def _runner(report: Any, place: Any, shape: Shape, path: Path, batch: PackedBatch) -> None:
     """The whole runner: vectors in a pack against vectors alone, and texts per second."""
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
 
     dtype = str(place.dtype).removeprefix("torch.")
     for invariant in (False, True):

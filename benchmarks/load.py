@@ -35,7 +35,7 @@ def measure(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     import transformers.models.bert.modeling_bert  # noqa: F401
 
     import gpu.model_runner  # noqa: F401
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
 
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = _status()["VmRSS"]

@@ -132,7 +132,7 @@ def sentence_transformers_of(folder: Path, texts: Sequence[str]) -> list[np.ndar
 
 def text_family(family: Family, root: Path) -> Measured:
     """A seeded tiny folder of the family, with pooling, Dense and Normalize."""
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import Text
     from tests.support.models import write_model
 
@@ -156,7 +156,7 @@ def logits_of(family: Family, root: Path) -> float:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import ClassifyRequest, Text
     from tests.support.models import write_model
 
@@ -175,7 +175,7 @@ def logits_of(family: Family, root: Path) -> float:
 
 
 def nvembed(root: Path) -> Measured:
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import Text
     from tests.support.models_nvembed import nvembed_reference, write_nvembed
 
@@ -185,7 +185,7 @@ def nvembed(root: Path) -> Measured:
 
 
 def clip(root: Path) -> Measured:
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import Image, Text
     from tests.support.models_vision import encoded, picture, write_clip
     from tests.support.references import clip_reference
@@ -199,7 +199,7 @@ def clip(root: Path) -> Measured:
 
 
 def qwen2_vl(root: Path) -> Measured:
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import Image, Text
     from tests.support.models_vision import encoded, picture, write_gme
     from tests.support.references import gme_reference
@@ -218,7 +218,7 @@ def static(kind: str, root: Path) -> Measured:
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from schemas.requests import Text
     from tests.support.models_outputs import write_static
 
@@ -251,7 +251,7 @@ UNMEASURED = ("internlm2",)  # there is no class to seed without the folder's ow
 
 def real_models() -> dict[str, Measured]:
     """Packaged models that are on this machine already; none is fetched."""
-    from gpu.loader import make_runner_factory
+    from gpu.load import make_runner_factory
     from pipeline.models import models_root
     from schemas.requests import Text
 

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.batch import EncodedItem, Runner, pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from pipeline.models import ensure_model, models_root
 from schemas.requests import Document, EmbedRequest, RerankRequest, Text
 

@@ -1,6 +1,6 @@
 """One model on one device: a packed batch in, one outcome per row out.
 
-Who calls it: `gpu.executor`'s threads, several at once on a CPU; `gpu.loader` builds it.
+Who calls it: `gpu.executor`'s threads, several at once on a CPU; `gpu.load` builds it.
 What must stay true: a model answers only after its self-check passed; a bad row (too long, unknown
 id, empty, non-finite) costs that row and no other; nothing a row contains can reach the device as an
 index out of range; a forward keeps no state.

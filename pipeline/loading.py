@@ -18,7 +18,7 @@ import structlog
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
 from gpu.folder.read import ModelLoadError
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.models import ModelFetchError, resolve_model
 from pipeline.settings import ModelSettings, Settings

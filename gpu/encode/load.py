@@ -1,6 +1,6 @@
 """From a model folder to the encoder that owns its tokenizer.
 
-Who calls it: `gpu.loader`, on the thread that loads the model.
+Who calls it: `gpu.load`, on the thread that loads the model.
 What must stay true: nothing is fetched; what the folder's tokenizer would do differently from what its
 library does with it (end token, chat template) is settled here, once, and said in the notes.
 """

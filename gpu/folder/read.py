@@ -1,6 +1,6 @@
 """Reads a model folder and says what the model is: tasks, pooling, limits, prompts, labels.
 
-Who calls it: `gpu.loader` before anything heavy is imported; `embedstream check` and `models`.
+Who calls it: `gpu.load` before anything heavy is imported; `embedstream check` and `models`.
 What must stay true: JSON and hashes only (no torch, no transformers); nothing about a model is
 guessed: what the folder does not say and no setting says is an error that names the setting; a
 local folder never causes a connection attempt.

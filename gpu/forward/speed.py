@@ -1,6 +1,6 @@
 """The `speed` setting: what an operator may trade in digits for throughput, and where it may be had.
 
-Who calls it: `gpu.loader` (is the value known), `gpu.model_runner` (can this machine do it, which modules).
+Who calls it: `gpu.load` (is the value known), `gpu.model_runner` (can this machine do it, which modules).
 What must stay true: "off" is the default and changes nothing; a value that cannot be had is refused at
 load with the reason, never ignored; pooling, heads, norms and residual sums stay in fp32, only the matrix
 products of the base model and the attention of long items become bfloat16; `model.dtype` in the reply says so.

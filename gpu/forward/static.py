@@ -1,6 +1,6 @@
 """A static model: the mean of a text's token vectors. The contract of a runner without a transformer.
 
-Who calls it: `gpu.loader` for a Model2Vec or StaticEmbedding folder; the executor's threads.
+Who calls it: `gpu.load` for a Model2Vec or StaticEmbedding folder; the executor's threads.
 What must stay true: as in `gpu.model_runner`: a bad row costs that row alone, ids are checked before
 they index anything, a forward keeps no state, an item's bytes depend on its own ids alone. The
 formula is model2vec's `StaticModel` (rows, times weights where there are some, averaged, normalised).

@@ -1,6 +1,6 @@
 """Models that take images: the contract of a runner over a text tower, a vision tower, or both in one.
 
-Who calls it: `gpu.loader` for CLIP and Qwen2-VL folders; the executor's threads.
+Who calls it: `gpu.load` for CLIP and Qwen2-VL folders; the executor's threads.
 What must stay true: as in `gpu.model_runner`: packed texts without padding, a self-check against
 transformers' own forward at every load, a bad row costs that row alone, and an item's bytes on the CPU
 in fp32 do not depend on its neighbours.

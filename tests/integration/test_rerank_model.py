@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from pipeline.oneoff import run_inproc
 from pipeline.settings import Settings
 from schemas.codec import decode_reply

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.errors import TooLong
 from schemas.requests import Document, EmbedRequest, RerankRequest, ScoreRequest, Text
 from tests.support.models import WORDS

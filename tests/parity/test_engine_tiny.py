@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import Document, RerankRequest, ScoreRequest
 from tests.support.models_decoders import END, write_causal
 

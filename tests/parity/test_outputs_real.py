@@ -11,7 +11,7 @@ import pytest
 
 from actors.replies import quantize
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, Text
 from tests.parity.test_engine_real import mixed_texts
 

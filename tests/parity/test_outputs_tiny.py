@@ -11,7 +11,7 @@ import torch
 
 from gpu.batch import pack, scatter
 from gpu.folder.families import FAMILIES
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, Text
 from tests.support.models import FAMILY_NAMES
 from tests.support.models_outputs import write_colbert, write_m3, write_splade, write_static

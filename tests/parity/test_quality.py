@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import quality
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import Document, RerankRequest
 from tests.support.models import edit_json
 from tests.support.models_decoders import END, as_cross_encoder, write_causal

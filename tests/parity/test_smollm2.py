@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from pipeline.models import models_root
 from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import edit_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from tests.support.models import write_model
 
 Load = Callable[..., Any]

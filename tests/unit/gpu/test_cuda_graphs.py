@@ -17,7 +17,7 @@ from gpu.faults import ModelLoadError
 from gpu.forward.cuda_graphs import CudaRecorder, GraphedForward, GraphRefused, record, with_graphs
 from gpu.forward.packed import PackedForward
 from gpu.forward.token_buckets import bucket_of, buckets, filled, probe
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from tests.support.models import FAMILY_NAMES, LAYERS, write_model
 from tests.support.models_encoders import ENCODER_NAMES
 from tests.support.recorded import CpuRecorder

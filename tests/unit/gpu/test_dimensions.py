@@ -11,7 +11,7 @@ import pytest
 
 from gpu.batch import pack, scatter
 from gpu.folder.read import ModelLoadError, load_spec
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.codec import decode_request
 from schemas.errors import EmbedstreamError, InvalidDimensions
 from tests.support.models import edit_json, write_model

@@ -307,6 +307,6 @@ def test_an_executor_imports_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, gpu.executor, gpu.loader; print('torch' in sys.modules)"
+    code = "import sys, gpu.executor, gpu.load; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

@@ -11,7 +11,7 @@ import pytest
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack, scatter
 from gpu.faults import ModelLoadError
 from gpu.folder.families import FAMILIES
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import ClassifyRequest, EmbedRequest, Text
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_encoders import ENCODER_NAMES, WITHOUT_HEAD

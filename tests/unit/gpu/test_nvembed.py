@@ -11,7 +11,7 @@ import pytest
 from gpu.batch import EncodedItem, ItemResult, pack, scatter
 from gpu.faults import ModelLoadError
 from gpu.folder.read import load_spec
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, Text
 from tests.support.models import edit_json
 from tests.support.models_nvembed import INSTRUCTION, nvembed_reference, write_nvembed

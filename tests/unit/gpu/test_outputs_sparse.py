@@ -15,7 +15,7 @@ from gpu.answer.sparse import LOGIT_ELEMENTS_CPU, Lexical, Splade
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.read import ModelLoadError, load_spec, resolve_folder
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from gpu.pooler import segments_of
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds

@@ -10,7 +10,7 @@ import pytest
 
 from gpu.batch import pack, scatter
 from gpu.folder.read import ModelLoadError, load_spec
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds
 from tests.support.models import edit_json

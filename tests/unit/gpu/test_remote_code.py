@@ -9,7 +9,7 @@ import pytest
 
 from gpu.batch import EncodedItem, ItemResult, pack, scatter
 from gpu.faults import ModelLoadError
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from tests.support.models import edit_json, write_model
 
 # A BERT under another name, whose attention is its own and knows nothing of the interface.

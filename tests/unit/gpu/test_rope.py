@@ -10,7 +10,7 @@ import pytest
 from gpu.folder.decoders import length_dependent, rope_limit
 from gpu.folder.read import ModelLoadError, load_spec
 from gpu.forward.rope import RopePaddedForward, rope_groups
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, TokenIds
 from tests.support.models import edit_json, write_model
 

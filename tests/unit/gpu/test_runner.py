@@ -12,7 +12,7 @@ import pytest
 
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, PackedBatch, pack, scatter
 from gpu.faults import ModelLoadError
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.errors import EmptyInput, InvalidRequest, NonFinite, TooLong, Unsupported
 from tests.support.models import FAMILY_NAMES, HIDDEN, edit_json, write_model
 

@@ -17,7 +17,7 @@ from gpu.device import linears
 from gpu.device.linears import PackedLinear, prepack
 from gpu.folder.read import ModelLoadError
 from gpu.forward import speed
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from tests.support.models import write_model
 from tests.support.models_outputs import write_static
 from tests.support.models_vision import write_clip

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
 from gpu.folder.read import ModelLoadError, load_spec
 from gpu.forward.static import CHUNK_TOKENS
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.errors import (
     EmptyInput,
     InvalidDimensions,

@@ -12,7 +12,7 @@ from gpu.batch import EncodedItem, ItemResult, pack, scatter
 from gpu.encode.vision import GRID, PIXELS, POSITIONS, rope_positions
 from gpu.faults import ModelLoadError
 from gpu.folder.read import load_spec
-from gpu.loader import make_runner_factory
+from gpu.load import make_runner_factory
 from schemas.errors import EmbedstreamError, InvalidRequest, ItemTooLarge, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Image, Text, TokenIds
 from tests.support.models import edit_json
