@@ -34,7 +34,7 @@ from gpu.executor import ModelExecutor
 from pipeline.health import HealthServer, Readiness
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
 from pipeline.loading import LoadedModels, load_models
-from pipeline.settings import RouteSettings, Settings, route_options
+from pipeline.settings.load import RouteSettings, Settings, route_options
 from pipeline.transports import Transport, open_transport
 from pipeline.views import app_readiness, app_statistics, health_views
 from schemas.requests import LANES, TASKS, Task
@@ -49,7 +49,7 @@ class App:
     """One service: a model pool, its executor, and the routes that share them.
 
     Args:
-        settings: checked settings (`pipeline.settings.load`).
+        settings: checked settings (`pipeline.settings.load.load`).
         metrics: where counters go; `NoMetrics` when absent.
         transports: open transports by route name, instead of opening the routes' URLs.
         runner_factories: runners by model name, instead of loading the settings' models.

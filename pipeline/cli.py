@@ -276,7 +276,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 def _boolean(name: str, text: str) -> bool:
     """The one boolean rule of settings, for an option of a command."""
-    from pipeline.settings_build import NotBoolean, parse_bool
+    from pipeline.settings.build import NotBoolean, parse_bool
 
     try:
         return parse_bool(text)

@@ -40,7 +40,7 @@ from schemas.results import FailureReply, Reply
 
 if TYPE_CHECKING:
     from pipeline.oneoff import InprocService
-    from pipeline.settings import Settings
+    from pipeline.settings.load import Settings
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_CONCURRENT = 32
@@ -342,7 +342,7 @@ async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
 def _one_off_settings(command: AskCommand) -> Settings:
     """Settings whose pool holds what this command needs, fetched: one model if it is known which."""
     from pipeline.models import ModelFetchError, resolve_model
-    from pipeline.settings import ModelSettings
+    from pipeline.settings.load import ModelSettings
 
     settings = load_settings(command.config, command.overrides)
     pool = dict(settings.models)

@@ -29,7 +29,7 @@ from schemas.requests import TASKS
 
 if TYPE_CHECKING:
     from gpu.batch import ModelInfo
-    from pipeline.settings import Settings
+    from pipeline.settings.load import Settings
 
 REACH_TIMEOUT_S = 8.0
 
@@ -184,7 +184,7 @@ def print_config(config: Path | None, pairs: Sequence[str]) -> int:
 
 
 def _print_settings(settings: Settings) -> None:
-    from pipeline.settings import explain
+    from pipeline.settings.load import explain
 
     rows = explain(settings)
     left = [f"{row.name} = {row.value}" for row in rows]

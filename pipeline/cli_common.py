@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.models import Progress
-    from pipeline.settings import Settings
+    from pipeline.settings.load import Settings
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def load_settings(
     """Settings of a command: file, environment, flags, then --set. Raises `SettingsError`."""
     import os
 
-    from pipeline.settings import load
+    from pipeline.settings.load import load
 
     overrides: dict[str, Any] = {k: v for k, v in (flags or {}).items() if v is not None}
     overrides.update(parse_overrides(pairs))

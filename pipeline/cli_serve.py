@@ -23,7 +23,7 @@ from pipeline.cli_common import (
 from pipeline.lifecycle import ExitStatus, StopSignal, watch_signals
 
 if TYPE_CHECKING:
-    from pipeline.settings import Settings
+    from pipeline.settings.load import Settings
 
 _FORCED = (ExitStatus.FORCED_INT, ExitStatus.FORCED_TERM)
 
@@ -67,7 +67,7 @@ async def _serve(settings: Settings) -> ExitStatus:
     import structlog
 
     from pipeline.app import App
-    from pipeline.settings import redacted
+    from pipeline.settings.load import redacted
     from pipeline.telemetry import PrometheusMetrics
 
     log = structlog.get_logger(__name__)

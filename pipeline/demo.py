@@ -30,7 +30,7 @@ from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local import LocalServerError, find_redis, packaged_kafka_binary
 from pipeline.local_up import EMBEDDER, RERANKER
 from pipeline.models import ensure_model, find_model, is_fetched
-from pipeline.settings import Settings
+from pipeline.settings.load import Settings
 from pipeline.transports.demo_clients import DemoBrokerError
 
 TEXTS_PER_REQUEST = 16

@@ -22,7 +22,7 @@ from typing import Protocol
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local_up import EMBEDDER, Addresses, demo_models, read_ready_file
 from pipeline.oneoff import InprocService, run_inproc
-from pipeline.settings import Settings
+from pipeline.settings.load import Settings
 from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports.demo_clients import KafkaIndexer, RedisAsker
 

@@ -24,7 +24,7 @@ import msgspec
 from actors.ports import SourceStatus
 from gpu.batch import ExecutorHealth
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.settings_records import HealthSettings
+from pipeline.settings.records import HealthSettings
 
 READY_PHASE = "ready"
 """The one phase in which a service can be ready."""

@@ -21,7 +21,7 @@ from gpu.folder.read import ModelLoadError
 from gpu.load import make_runner_factory
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.models import ModelFetchError, resolve_model
-from pipeline.settings import ModelSettings, Settings
+from pipeline.settings.load import ModelSettings, Settings
 
 log = structlog.get_logger(__name__)
 

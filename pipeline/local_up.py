@@ -33,7 +33,7 @@ from pipeline.local import (
     RedisServer,
     free_port,
 )
-from pipeline.settings import ModelSettings, RouteSettings, Settings
+from pipeline.settings.load import ModelSettings, RouteSettings, Settings
 from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports import names
 

@@ -17,7 +17,7 @@ from actors.ports import Metrics
 from gpu.batch import Runner
 from pipeline.app import App, errors_as_value
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
-from pipeline.settings import RouteSettings, Settings
+from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import Transport
 from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
 

@@ -1,6 +1,6 @@
 """Settings of each transport: plain frozen values that check themselves.
 
-Who calls it: `urls.parse_url` builds them, `pipeline.settings` prints and checks them, each
+Who calls it: `urls.parse_url` builds them, `pipeline.settings.load` prints and checks them, each
 transport reads them.
 What must stay true: building never touches a network; `check` names the settings that contradict
 each other and both remedies; secrets never appear in `repr` of a plan (see `SECRET_FIELDS`).

@@ -1,6 +1,6 @@
 """Transport addresses in one line of text -> options.
 
-Who calls it: `pipeline.settings` for each route, the CLI for `--via`.
+Who calls it: `pipeline.settings.load` for each route, the CLI for `--via`.
 What must stay true: pure; a parameter that is not a setting is refused by its name, and so is one
 whose value is not of the setting's type; messages never repeat a password.
 """

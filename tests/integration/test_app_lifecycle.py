@@ -21,7 +21,7 @@ from pipeline.health import HealthServer
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
 from pipeline.local import free_port
 from pipeline.oneoff import run_inproc
-from pipeline.settings import (
+from pipeline.settings.load import (
     BatchingSettings,
     HealthSettings,
     ModelSettings,

@@ -19,7 +19,7 @@ import pytest
 
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, StopSignal
-from pipeline.settings import RouteSettings, Settings
+from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import names
 from pipeline.transports.ask import KafkaAsker, open_asker, reach
 from pipeline.transports.options import KafkaOptions

@@ -20,7 +20,7 @@ import pytest
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.oneoff import run_inproc
-from pipeline.settings import HealthSettings, ModelSettings, RouteSettings, Settings
+from pipeline.settings.load import HealthSettings, ModelSettings, RouteSettings, Settings
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.support.models import write_model

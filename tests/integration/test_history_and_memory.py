@@ -14,7 +14,7 @@ import pytest
 
 from gpu.batch import PackedBatch
 from pipeline.oneoff import InprocService, run_inproc
-from pipeline.settings import ExecutorSettings, HealthSettings, ModelSettings, Settings
+from pipeline.settings.load import ExecutorSettings, HealthSettings, ModelSettings, Settings
 from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import FakeRunner, fake_ids

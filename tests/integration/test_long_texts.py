@@ -10,7 +10,7 @@ import pytest
 
 from gpu.load import make_runner_factory
 from pipeline.oneoff import run_inproc
-from pipeline.settings import Settings
+from pipeline.settings.load import Settings
 from schemas.codec import decode_reply
 from schemas.errors import InvalidRequest, Unsupported
 from schemas.results import FailureReply, Reply

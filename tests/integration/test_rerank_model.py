@@ -10,7 +10,7 @@ import pytest
 from gpu.batch import pack, scatter
 from gpu.load import make_runner_factory
 from pipeline.oneoff import run_inproc
-from pipeline.settings import Settings
+from pipeline.settings.load import Settings
 from schemas.codec import decode_reply
 from schemas.requests import Document, RerankRequest
 from schemas.results import FailureReply, Reply

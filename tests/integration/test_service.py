@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from actors.ports import PublishError, RecordTooLargeForBroker
 from gpu.batch import EncodedRequest, PackedBatch
 from pipeline.oneoff import InprocService, run_inproc
-from pipeline.settings import (
+from pipeline.settings.load import (
     AdmissionSettings,
     AttemptsSettings,
     LaneAdmission,

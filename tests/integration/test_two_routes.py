@@ -12,7 +12,7 @@ import msgpack
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
-from pipeline.settings import PublishSettings, RouteSettings, Settings
+from pipeline.settings.load import PublishSettings, RouteSettings, Settings
 from pipeline.transports import Transport
 from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource
 from schemas.codec import decode_reply

@@ -19,7 +19,7 @@ import structlog
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal, watch_signals
-from pipeline.settings import HealthSettings, LifecycleSettings, RouteSettings, Settings
+from pipeline.settings.load import HealthSettings, LifecycleSettings, RouteSettings, Settings
 from tests.support.fakes import FakeRunner
 
 

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pipeline.settings import load
+from pipeline.settings.load import load
 from pipeline.transports.options import KafkaOptions, RedisOptions
 from pipeline.transports.urls import parse_url
 

@@ -26,7 +26,7 @@ from pipeline.health import (
     readiness,
 )
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.settings import HealthSettings
+from pipeline.settings.load import HealthSettings
 
 NOW = 1000.0
 SETTINGS = HealthSettings()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from pipeline.lifecycle import ExitStatus
-from pipeline.settings import HealthSettings, LifecycleSettings
+from pipeline.settings.load import HealthSettings, LifecycleSettings
 from pipeline.telemetry import MAX_SERIES_PER_METRIC
 from pipeline.telemetry_table import markdown
 
@@ -31,7 +31,7 @@ def test_the_figures_are_the_defaults() -> None:
 
 
 def test_the_settings_it_names_exist() -> None:
-    from pipeline.settings import Settings, explain
+    from pipeline.settings.load import Settings, explain
 
     names = {effective.name for effective in explain(Settings())}
     tables = {name.split(".")[0] for name in names}

@@ -12,9 +12,10 @@ import msgspec.inspect as mi
 import pytest
 from hypothesis import given
 
-from pipeline import settings_doc
-from pipeline import settings_records as records
-from pipeline.settings import (
+from pipeline.settings import page as settings_doc
+from pipeline.settings import records
+from pipeline.settings.build import LIMITS_META, fields_of, unwrap
+from pipeline.settings.load import (
     ModelSettings,
     RouteSettings,
     Settings,
@@ -24,7 +25,6 @@ from pipeline.settings import (
     redacted,
     route_options,
 )
-from pipeline.settings_build import LIMITS_META, fields_of, unwrap
 from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
 from schemas.requests import Limits
 
@@ -503,7 +503,7 @@ def test_every_setting_of_a_model_is_one_of_the_loader() -> None:
 def test_docs_settings_is_what_the_code_says() -> None:
     written = (ROOT / "docs" / "settings.md").read_text()
     assert written == settings_doc.document(), (
-        "run: python -m pipeline.settings_doc > docs/settings.md"
+        "run: python -m pipeline.settings.page > docs/settings.md"
     )
     rows = [line for line in written.splitlines() if line.startswith("| `")]
     assert len(rows) > 120

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from pipeline.redact import redact
-from pipeline.settings import SettingsError, load
+from pipeline.settings.load import SettingsError, load
 from pipeline.telemetry import MAX_SERIES_PER_METRIC, PrometheusMetrics, configure_logging, quantile
 from pipeline.telemetry_logs import _ForeignHandler
 from pipeline.telemetry_table import BY_NAME, METRICS

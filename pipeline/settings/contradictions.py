@@ -1,6 +1,6 @@
 """Contradictions between settings that are each fine alone.
 
-Who calls it: `pipeline.settings.load`, after every value has its type and range.
+Who calls it: `pipeline.settings.load.load`, after every value has its type and range.
 What must stay true: pure; a contradiction names both settings and both remedies; nothing here
 touches a disk, a network or a model.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.redact import redact
-from pipeline.settings_records import RouteSettings, Settings
-from pipeline.settings_sources import Problem
+from pipeline.settings.records import RouteSettings, Settings
+from pipeline.settings.sources import Problem
 from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
 from pipeline.transports.urls import parse_url
 from schemas.requests import LANES, TASKS

@@ -1,6 +1,6 @@
 """The settings as frozen records: names, types, ranges, defaults, one sentence each.
 
-Who calls it: `pipeline.settings` fills them from file, environment and flags; everything that is
+Who calls it: `pipeline.settings.load` fills them from file, environment and flags; everything that is
 configured reads them. docs/settings.md is generated from them.
 What must stay true: plain values only; every numeric field has a range; the sentence in `Meta` is
 the reference documentation; a unit is part of the name.
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.settings_model import ModelSettings, Record
+from pipeline.settings.model import ModelSettings, Record
 from schemas.requests import Lane, Limits, Task
 
 
@@ -277,7 +277,7 @@ DEFAULT_ORIGIN = Origin("default")
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """Everything that is configured. Built only by `pipeline.settings.load`."""
+    """Everything that is configured. Built only by `pipeline.settings.load.load`."""
 
     models: dict[str, ModelSettings] = msgspec.field(default_factory=dict)
     routes: tuple[RouteSettings, ...] = ()

@@ -1,6 +1,6 @@
 """A tree of leaves becomes the typed records: types, ranges, unknown names, one boolean rule.
 
-Who calls it: `pipeline.settings.load`.
+Who calls it: `pipeline.settings.load.load`.
 What must stay true: every problem is collected with the setting's full name and a remedy; a value
 of the wrong type is never guessed; text from flags and environment is parsed by the setting's type.
 """
@@ -18,8 +18,8 @@ import msgspec
 import msgspec.inspect as mi
 
 from pipeline.redact import MASK, is_secret_name, redact
-from pipeline.settings_records import LimitsOverride, Origin, Settings
-from pipeline.settings_sources import Leaf, Problem, Tree
+from pipeline.settings.records import LimitsOverride, Origin, Settings
+from pipeline.settings.sources import Leaf, Problem, Tree
 from schemas.requests import Limits
 
 _TRUE = frozenset({"true", "1", "yes", "on"})

@@ -1,6 +1,6 @@
 """Writes docs/settings.md from the settings records and the transport options.
 
-Who calls it: `python -m pipeline.settings_doc > docs/settings.md`; a test fails when the file differs.
+Who calls it: `python -m pipeline.settings.page > docs/settings.md`; a test fails when the file differs.
 What must stay true: nothing is described here that the code does not have; every setting, its range,
 its default and its environment name are derived.
 """
@@ -18,16 +18,16 @@ from typing import Any
 import msgspec
 import msgspec.inspect as mi
 
-from pipeline.settings_build import fields_of, unwrap
-from pipeline.settings_model import ModelSettings
-from pipeline.settings_records import RouteSettings, Settings
-from pipeline.settings_sources import ENVIRONMENT_PREFIX
+from pipeline.settings.build import fields_of, unwrap
+from pipeline.settings.model import ModelSettings
+from pipeline.settings.records import RouteSettings, Settings
+from pipeline.settings.sources import ENVIRONMENT_PREFIX
 from pipeline.transports import options as transport_options
 
 HEAD = """\
 # Settings
 
-<!-- Written by `python -m pipeline.settings_doc > docs/settings.md`; do not edit by hand. -->
+<!-- Written by `python -m pipeline.settings.page > docs/settings.md`; do not edit by hand. -->
 
 Settings come from four places; each beats the one before, setting by setting:
 

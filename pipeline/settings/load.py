@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.redact import MASK, is_secret_name, redact
-from pipeline.settings_build import Builder
-from pipeline.settings_check import contradictions
-from pipeline.settings_model import ModelSettings
-from pipeline.settings_records import (
+from pipeline.settings.build import Builder
+from pipeline.settings.contradictions import contradictions
+from pipeline.settings.model import ModelSettings
+from pipeline.settings.records import (
     DEFAULT_ORIGIN,
     AdmissionSettings,
     AttemptsSettings,
@@ -35,7 +35,7 @@ from pipeline.settings_records import (
     RouteSettings,
     Settings,
 )
-from pipeline.settings_sources import Problem, SettingsError, read_sources
+from pipeline.settings.sources import Problem, SettingsError, read_sources
 from pipeline.transports.options import KafkaOptions, RedisOptions, TransportOptions
 from pipeline.transports.urls import parse_url
 

@@ -1,6 +1,6 @@
 """Where settings come from: a TOML file, the environment, flags; laid over one another as one tree.
 
-Who calls it: `pipeline.settings.load`.
+Who calls it: `pipeline.settings.load.load`.
 What must stay true: reads nothing but its arguments and the one file; a leaf remembers its origin;
 every problem is collected, none raised; what a person typed is never echoed unredacted.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.settings_records import Origin
+from pipeline.settings.records import Origin
 
 ENVIRONMENT_PREFIX = "EMBEDSTREAM_"
 
