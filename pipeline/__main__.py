@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.cli import main
+from pipeline.cli.commands import main
 
 sys.exit(main())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from pipeline.cli import app
+from pipeline.cli.commands import app
 from pipeline.transports import names
 
 ROOT = Path(__file__).parents[3]

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import pipeline.models
 import pipeline.oneoff
 from gpu.batch import PackedBatch
-from pipeline import cli
-from pipeline.cli import main
-from pipeline.cli_ask import MAX_CONCURRENT, MAX_LINE_BYTES
+from pipeline.cli import commands as cli
+from pipeline.cli.ask import MAX_CONCURRENT, MAX_LINE_BYTES
+from pipeline.cli.commands import main
 from tests.support.fakes import DIMENSIONS, FakeRunner, fake_ids, fake_vector
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def embedstream(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[s
 def test_help_imports_nothing_heavy() -> None:
     """What makes `--help` quick, asserted without a clock."""
     code = (
-        "import sys\nfrom pipeline.cli import main\n"
+        "import sys\nfrom pipeline.cli.commands import main\n"
         "status = main(['--help'])\n"
         f"heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
         "print(status, heavy, file=sys.stderr)"
@@ -190,7 +190,7 @@ def test_an_unexpected_error_is_one_line_too(
     def explode() -> int:
         raise KeyError("first\nsecond")
 
-    monkeypatch.setattr("pipeline.cli_models.list_", explode)
+    monkeypatch.setattr("pipeline.cli.models.list_", explode)
     assert main(["models", "list"]) == 1
     captured = capsys.readouterr().err
     assert len(captured.splitlines()) == 1 and "KeyError" in captured and "--debug" in captured
@@ -202,7 +202,7 @@ def test_ctrl_c_is_one_line_and_130(
     def interrupt() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.cli_models.list_", interrupt)
+    monkeypatch.setattr("pipeline.cli.models.list_", interrupt)
     assert main(["models", "list"]) == 130
     assert capsys.readouterr().err == "embedstream: interrupted\n"
 
@@ -222,7 +222,7 @@ def test_ctrl_c_while_a_pipe_is_open_ends_at_once() -> None:
     """A reader of stdin that sits in a thread would hang until the next line."""
     code = (
         "import asyncio, sys\n"
-        "from pipeline.cli_ask import _stdin_lines\n"
+        "from pipeline.cli.ask import _stdin_lines\n"
         "async def main():\n"
         "    print('up', flush=True)\n"
         "    async for line in _stdin_lines(): print(line, flush=True)\n"
@@ -276,7 +276,7 @@ def test_serve_flags_become_routes_and_models(monkeypatch: pytest.MonkeyPatch) -
         seen.append(settings)
         return 3
 
-    monkeypatch.setattr("pipeline.cli_serve._serve", serve)
+    monkeypatch.setattr("pipeline.cli.serve._serve", serve)
     arguments = ["serve", "--source", "redis://a/q", "--source", "redis://b/q", "--source"]
     arguments += ["kafka://c/q", "--model", "/models/mini.lm", "--health-port", "0"]
     assert main(arguments) == 3  # the service's own status
@@ -294,7 +294,7 @@ def test_serve_uses_the_demo_models_when_none_is_named(monkeypatch: pytest.Monke
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr("pipeline.cli_serve._serve", serve)
+    monkeypatch.setattr("pipeline.cli.serve._serve", serve)
     assert main(["serve", "--source", "redis://a/q"]) == 0
     assert len(seen[0].models) == 2
 
@@ -357,7 +357,7 @@ def test_g11_normalize_takes_the_words_that_settings_take(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """G11: `--normalize False` and `--normalize=0` mean what they say; anything else names it."""
-    from pipeline import cli_ask
+    from pipeline.cli import ask as cli_ask
 
     seen: list[Any] = []
     monkeypatch.setattr(cli_ask, "run", lambda command: seen.append(command.options) or 0)
@@ -545,7 +545,7 @@ def test_a_closed_pipe_ends_quietly(fake_service: dict[str, Any]) -> None:
         "import sys\nfrom pipeline import cli\n"
         "def flood():\n"
         "    while True: print('x' * 1000)\n"
-        "import pipeline.cli_models as m\nm.list_ = flood\n"
+        "import pipeline.cli.models as m\nm.list_ = flood\n"
         "sys.exit(cli.main(['models', 'list']))"
     )
     process = subprocess.Popen(

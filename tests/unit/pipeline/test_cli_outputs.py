@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from gpu.batch import ModelInfo
-from pipeline.cli_check import _model_plan
-from pipeline.cli_output import _vector_head
+from pipeline.cli.check import _model_plan
+from pipeline.cli.output import _vector_head
 from schemas.results import ItemReply, Sparse
 
 INFO = ModelInfo(

@@ -1,6 +1,6 @@
 """Replies on their way out: a table for people, JSON lines for programs, npz for numpy.
 
-Who calls it: `pipeline.cli_ask`.
+Who calls it: `pipeline.cli.ask`.
 What must stay true: results only on stdout (or in --out); a JSONL line is the wire reply with float
 vectors; a failed request or item is visible in every form; an npz file is whole or absent.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, Literal, Protocol, Self
 
-from pipeline.cli_common import usage_error
+from pipeline.cli.console import usage_error
 from pipeline.lifecycle import OperatorError
 from schemas.codec import encode_reply
 from schemas.errors import EmbedstreamError
@@ -210,7 +210,7 @@ class TableWriter:
     def _print(self) -> None:
         from rich.table import Table
 
-        from pipeline.cli_common import out_console
+        from pipeline.cli.console import out_console
 
         heads = self._HEADS[self._task]
         first = 0 if len(self._ids) > 1 else 1  # one request: its id says nothing

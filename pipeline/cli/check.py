@@ -1,6 +1,6 @@
 """`check` and `config`: what `serve` would do, before it does it.
 
-Who calls it: `pipeline.cli`.
+Who calls it: `pipeline.cli.commands`.
 What must stay true: nothing is created and no group joined; every problem is reported, not only the
 first; secrets are masked.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeline.cli_common import (
+from pipeline.cli.console import (
     configure_one_off_logging,
     load_settings,
     note_error,

@@ -1,6 +1,6 @@
 """`serve`, `up` and `demo`: the commands that run a whole service.
 
-Who calls it: `pipeline.cli`.
+Who calls it: `pipeline.cli.commands`.
 What must stay true: logging is configured before anything logs; signals are watched from the first
 moment of the loop; a forced stop leaves the process at once, whatever threads still do.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli_common import (
+from pipeline.cli.console import (
     State,
     configure_one_off_logging,
     load_settings,

