@@ -53,8 +53,8 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
         raise ValueError("; ".join(problems))
     match options:
         case KafkaOptions():
-            from pipeline.transports.kafka import KafkaSource
-            from pipeline.transports.kafka_sink import KafkaSink
+            from pipeline.transports.kafka.sink import KafkaSink
+            from pipeline.transports.kafka.source import KafkaSource
 
             kafka_source = KafkaSource(options, clock=clock, metrics=metrics)
             kafka_sink = KafkaSink(options, metrics=metrics)

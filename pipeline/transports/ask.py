@@ -82,7 +82,7 @@ async def reach(url: str) -> tuple[str, ...]:
         asker = await _open_redis(options)
         await asker.aclose()
     elif isinstance(options, KafkaOptions):
-        from pipeline.transports.kafka_clients import survey
+        from pipeline.transports.kafka.cluster import survey
 
         return (await survey(msgspec.structs.replace(options, auto_create=False))).notices
     elif isinstance(options, FileOptions) and not (
@@ -236,7 +236,7 @@ async def _open_kafka(options: KafkaOptions, timeout_s: float) -> KafkaAsker:
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
     from aiokafka.errors import KafkaError
 
-    from pipeline.transports.kafka_clients import client_settings
+    from pipeline.transports.kafka.cluster import client_settings
 
     settings = client_settings(options)
     producer = AIOKafkaProducer(**settings, acks="all", max_request_size=options.max_request_size)

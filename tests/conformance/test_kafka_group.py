@@ -10,8 +10,8 @@ import pytest
 from aiokafka.errors import CommitFailedError, OutOfOrderSequenceNumber
 
 from actors.ports import Deadline, Delivery, PublishError, RecordTooLargeForBroker
-from pipeline.transports.kafka import KafkaSource
-from pipeline.transports.kafka_sink import KafkaSink
+from pipeline.transports.kafka.sink import KafkaSink
+from pipeline.transports.kafka.source import KafkaSource
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.transport_suite import QUIET_S, WAIT_S, collect, flushed, running
 from tests.support.killable import CountingMetrics, consumer_process

@@ -9,7 +9,7 @@ from aiokafka import TopicPartition
 
 from actors.ports import Deadline
 from pipeline.transports import KafkaOptions, parse_url
-from pipeline.transports.kafka import KafkaSource
+from pipeline.transports.kafka.source import KafkaSource
 
 
 class NothingAssigned:

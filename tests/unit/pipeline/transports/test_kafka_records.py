@@ -11,7 +11,7 @@ from aiokafka import TopicPartition
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from pipeline.transports import kafka_records
+from pipeline.transports.kafka import client_gaps as kafka_records
 
 CRC_AT, CRC_FROM = struct.calcsize(">qiib"), struct.calcsize(">qiibI")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transports.watermark import PartitionWatermark, Watermarks
+from pipeline.transports.kafka.watermark import PartitionWatermark, Watermarks
 
 
 def test_out_of_order_settles_hold_the_watermark() -> None:

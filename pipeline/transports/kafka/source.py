@@ -27,16 +27,16 @@ from actors.ports import (
     SystemClock,
 )
 from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
-from pipeline.transports.kafka_clients import ClusterFacts, survey, words
-from pipeline.transports.kafka_consumer import (
+from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
+from pipeline.transports.kafka.consumer import (
     broker_answers,
     poll,
     records_wait,
     start_consumer,
     stop_consumer,
 )
+from pipeline.transports.kafka.watermark import Watermarks
 from pipeline.transports.options import KafkaOptions
-from pipeline.transports.watermark import Watermarks
 
 log = structlog.get_logger(__name__)
 

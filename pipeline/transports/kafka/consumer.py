@@ -15,8 +15,8 @@ import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from pipeline.transports import kafka_records
-from pipeline.transports.kafka_clients import client_settings, closed_in_time
+from pipeline.transports.kafka import client_gaps as kafka_records
+from pipeline.transports.kafka.cluster import client_settings, closed_in_time
 from pipeline.transports.options import KafkaOptions
 
 log = structlog.get_logger(__name__)

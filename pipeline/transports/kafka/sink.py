@@ -30,7 +30,7 @@ from aiokafka.errors import (
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
 from pipeline.transports.destinations import forbidden
-from pipeline.transports.kafka_clients import (
+from pipeline.transports.kafka.cluster import (
     ClusterFacts,
     client_settings,
     closed_in_time,
