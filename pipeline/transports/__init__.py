@@ -63,8 +63,8 @@ async def open_transport(options: TransportOptions, *, clock: Clock, metrics: Me
             )
             return Transport(kafka_source, kafka_sink)
         case RedisOptions():
-            from pipeline.transports.redis_sink import RedisSink
-            from pipeline.transports.redis_streams import RedisSource
+            from pipeline.transports.redis.sink import RedisSink
+            from pipeline.transports.redis.source import RedisSource
 
             redis_source = RedisSource(options, clock=clock, metrics=metrics)
             redis_sink = RedisSink(options, metrics=metrics)

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from actors.ports import NoMetrics, PublishError, SystemClock
 from pipeline.local import RedisServer, free_port
 from pipeline.transports import RedisOptions, open_transport
-from pipeline.transports.redis_clients import close_client, create_group, make_client
-from pipeline.transports.redis_streams import RedisSource
+from pipeline.transports.redis.client import close_client, create_group, make_client
+from pipeline.transports.redis.source import RedisSource
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running
 from tests.support.killable import CountingMetrics, Proxy, consumer_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transports.leases import Leases
+from pipeline.transports.redis.leases import Leases
 
 
 def test_renewed_at_half_of_the_idle_limit() -> None:

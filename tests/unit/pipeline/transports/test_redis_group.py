@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from pipeline.transports.redis_clients import is_nogroup, version_of
-from pipeline.transports.redis_group import Entry, parse_claim, parse_read
+from pipeline.transports.redis.client import is_nogroup, version_of
+from pipeline.transports.redis.group import Entry, parse_claim, parse_read
 
 RAW = [b"1-0", [b"Data", b"x", b"H", b"\xff"]]
 ENTRY = Entry("1-0", {"data": b"x", "h": b"\xff"})

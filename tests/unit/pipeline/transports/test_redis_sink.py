@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from actors.ports import PublishError
 from pipeline.transports import RedisOptions
-from pipeline.transports.redis_sink import RedisSink
+from pipeline.transports.redis.sink import RedisSink
 
 
 class ScriptedSink(RedisSink):

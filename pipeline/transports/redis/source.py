@@ -30,9 +30,8 @@ from actors.ports import (
 )
 from pipeline.transports import names
 from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
-from pipeline.transports.leases import Leases
 from pipeline.transports.options import RedisOptions
-from pipeline.transports.redis_clients import (
+from pipeline.transports.redis.client import (
     ServerFacts,
     close_client,
     create_group,
@@ -40,7 +39,8 @@ from pipeline.transports.redis_clients import (
     make_client,
     survey,
 )
-from pipeline.transports.redis_group import Entry, GroupCommands
+from pipeline.transports.redis.group import Entry, GroupCommands
+from pipeline.transports.redis.leases import Leases
 
 log = structlog.get_logger(__name__)
 

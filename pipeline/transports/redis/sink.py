@@ -25,7 +25,7 @@ from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBrok
 from pipeline.transports import names
 from pipeline.transports.destinations import forbidden
 from pipeline.transports.options import RedisOptions
-from pipeline.transports.redis_clients import close_client, make_client
+from pipeline.transports.redis.client import close_client, make_client
 
 _PIPELINES = 2
 _BATCH_RECORDS = 128
