@@ -38,8 +38,8 @@ from gpu.batch import (
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.local import ApacheKafka, LocalServer, PackagedKafka, RedisServer
+from pipeline.observe.metrics import PrometheusMetrics, configure_logging
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.telemetry import PrometheusMetrics, configure_logging
 from pipeline.transports import Transport, open_transport, parse_url
 from pipeline.transports.inproc import InprocBroker, InprocOptions, InprocSink, InprocSource
 from schemas.codec import encode_request

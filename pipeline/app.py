@@ -31,12 +31,12 @@ from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
-from pipeline.health import HealthServer, Readiness
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
 from pipeline.loading import LoadedModels, load_models
+from pipeline.observe.http import HealthServer, Readiness
+from pipeline.observe.views import app_readiness, app_statistics, health_views
 from pipeline.settings.load import RouteSettings, Settings, route_options
 from pipeline.transports import Transport, open_transport
-from pipeline.views import app_readiness, app_statistics, health_views
 from schemas.requests import LANES, TASKS, Task
 
 log = structlog.get_logger(__name__)

@@ -21,9 +21,9 @@ from typing import Protocol
 
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local_up import EMBEDDER, Addresses, demo_models, read_ready_file
+from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings.load import Settings
-from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports.demo_clients import KafkaIndexer, RedisAsker
 
 START_TIMEOUT_S = 180.0

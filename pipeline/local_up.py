@@ -33,8 +33,8 @@ from pipeline.local import (
     RedisServer,
     free_port,
 )
+from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import ModelSettings, RouteSettings, Settings
-from pipeline.telemetry import PrometheusMetrics
 from pipeline.transports import names
 
 EMBEDDER = "all-MiniLM-L6-v2"

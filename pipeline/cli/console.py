@@ -113,7 +113,7 @@ def configure_one_off_logging() -> None:
     """One-off commands are quiet: warnings only, unless --debug."""
     import logging
 
-    from pipeline.telemetry_logs import configure_logging
+    from pipeline.observe.logs import configure_logging
 
     # What a library logs about a failure, our one line says with the remedy.
     foreign = logging.WARNING if State.debug else logging.CRITICAL

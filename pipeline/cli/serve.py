@@ -50,7 +50,7 @@ def serve(
 
 
 def _configure_logging(settings: Settings) -> None:
-    from pipeline.telemetry import configure_logging
+    from pipeline.observe.metrics import configure_logging
 
     configure_logging("debug" if State.debug else settings.log.level, settings.log.format)
 
@@ -67,8 +67,8 @@ async def _serve(settings: Settings) -> ExitStatus:
     import structlog
 
     from pipeline.app import App
+    from pipeline.observe.metrics import PrometheusMetrics
     from pipeline.settings.load import redacted
-    from pipeline.telemetry import PrometheusMetrics
 
     log = structlog.get_logger(__name__)
     stop = StopSignal(settings.lifecycle.drain_budget_s)
@@ -125,7 +125,7 @@ def up(
     settings = load_settings(config, pairs)
     configure_one_off_logging()
     from pipeline.local_up import UpOptions, run_up
-    from pipeline.telemetry import PrometheusMetrics
+    from pipeline.observe.metrics import PrometheusMetrics
 
     options = UpOptions(
         **ports,

@@ -17,9 +17,9 @@ import pytest
 from gpu.batch import PackedBatch, Runner
 from gpu.faults import DeviceFault
 from pipeline.app import App
-from pipeline.health import HealthServer
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
 from pipeline.local import free_port
+from pipeline.observe.http import HealthServer
 from pipeline.oneoff import run_inproc
 from pipeline.settings.load import (
     BatchingSettings,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.demo_check import Ledger, nearest, parse_metrics, quantile, vector_fault
-from pipeline.telemetry import PrometheusMetrics
+from pipeline.observe.metrics import PrometheusMetrics
 
 
 def unit(seed: int) -> bytes:

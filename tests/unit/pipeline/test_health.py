@@ -14,8 +14,9 @@ import pytest
 
 from actors.ports import SourceStatus
 from gpu.batch import ExecutorHealth
-from pipeline import health as health_module
-from pipeline.health import (
+from pipeline.lifecycle import ExitStatus, OperatorError
+from pipeline.observe import http as health_module
+from pipeline.observe.http import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     READY_PHASE,
@@ -25,7 +26,6 @@ from pipeline.health import (
     ReadinessInputs,
     readiness,
 )
-from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.settings.load import HealthSettings
 
 NOW = 1000.0

@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 from pipeline.lifecycle import ExitStatus
+from pipeline.observe.metric_table import markdown
+from pipeline.observe.metrics import MAX_SERIES_PER_METRIC
 from pipeline.settings.load import HealthSettings, LifecycleSettings
-from pipeline.telemetry import MAX_SERIES_PER_METRIC
-from pipeline.telemetry_table import markdown
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
 
 
 def test_the_metrics_table_is_the_code() -> None:
     table = DOCUMENT.split("a test compares -->\n", 1)[1].split("<!-- end of metrics -->", 1)[0]
-    assert table == markdown(), "run: python -m pipeline.telemetry_table"
+    assert table == markdown(), "run: python -m pipeline.observe.metric_table"
 
 
 def test_the_exit_statuses_are_the_code() -> None:

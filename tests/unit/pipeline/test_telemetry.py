@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 import structlog
 
+from pipeline.observe.logs import _ForeignHandler
+from pipeline.observe.metric_table import BY_NAME, METRICS
+from pipeline.observe.metrics import (
+    MAX_SERIES_PER_METRIC,
+    PrometheusMetrics,
+    configure_logging,
+    quantile,
+)
 from pipeline.redact import redact
 from pipeline.settings.load import SettingsError, load
-from pipeline.telemetry import MAX_SERIES_PER_METRIC, PrometheusMetrics, configure_logging, quantile
-from pipeline.telemetry_logs import _ForeignHandler
-from pipeline.telemetry_table import BY_NAME, METRICS
 from schemas.errors import InvalidRequest
 
 ROOT = Path(__file__).parents[3]

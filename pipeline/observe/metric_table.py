@@ -1,6 +1,6 @@
 """Every metric of the service: name, kind, sentence, labels, buckets.
 
-Who calls it: `pipeline.telemetry` registers them; docs/operations.md is generated from here; a test
+Who calls it: `pipeline.observe.metrics` registers them; docs/operations.md is generated from here; a test
 compares the names with those that the sources use.
 What must stay true: one row per metric; label values come from closed sets (routes, models, lanes,
 error codes), never from a request.

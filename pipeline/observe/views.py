@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpu.batch import ModelInfo
-from pipeline.health import HealthViews, Readiness, ReadinessInputs, readiness
-from pipeline.telemetry import PrometheusMetrics
+from pipeline.observe.http import HealthViews, Readiness, ReadinessInputs, readiness
+from pipeline.observe.metrics import PrometheusMetrics
 
 if TYPE_CHECKING:
     from pipeline.app import App

@@ -2,7 +2,7 @@
 
 Who calls it: the CLI makes one `PrometheusMetrics` and hands it to `pipeline.app`; actors see it as
 `actors.ports.Metrics`; /metrics exposes it, the demo prints its snapshot. Logging is set up by
-`configure_logging` (pipeline.telemetry_logs).
+`configure_logging` (pipeline.observe.logs).
 What must stay true: no metric call ever raises into its caller, and a broken metric is logged once;
 the number of series is bounded whatever the label values are; gauges are never negative.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import prometheus_client as prometheus
 import structlog
 
-from pipeline.telemetry_logs import configure_logging
-from pipeline.telemetry_table import BY_NAME, METRICS, PREFIX, MetricSpec
+from pipeline.observe.logs import configure_logging
+from pipeline.observe.metric_table import BY_NAME, METRICS, PREFIX, MetricSpec
 
 __all__ = ["CONTENT_TYPE", "PrometheusMetrics", "configure_logging"]
 
