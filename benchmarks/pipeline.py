@@ -37,7 +37,7 @@ from gpu.batch import (
 )
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
-from pipeline.local import ApacheKafka, LocalServer, PackagedKafka, RedisServer
+from pipeline.local.servers import ApacheKafka, LocalServer, PackagedKafka, RedisServer
 from pipeline.observe.metrics import PrometheusMetrics, configure_logging
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import Transport, open_transport, parse_url

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.local_up import EMBEDDER, Addresses, demo_models, read_ready_file
+from pipeline.local.up import EMBEDDER, Addresses, demo_models, read_ready_file
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings.load import Settings

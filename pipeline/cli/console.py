@@ -103,7 +103,7 @@ def load_settings(
     overrides.update(parse_overrides(pairs))
     pool = None
     if demo_models:
-        from pipeline.local_up import demo_models as packaged_pool
+        from pipeline.local.up import demo_models as packaged_pool
 
         pool = packaged_pool()
     return load(overrides, os.environ, config, default_models=pool)

@@ -37,7 +37,7 @@ def list_() -> int:
 
 def fetch(names: Sequence[str]) -> int:
     """Fetch the named models, or the demo's two; every failure is told."""
-    from pipeline.local_up import demo_models
+    from pipeline.local.up import demo_models
     from pipeline.models import ModelFetchError, ensure_model
 
     status = ExitStatus.OK

@@ -124,7 +124,7 @@ def up(
             raise usage_error(f"--{name.replace('_', '-')} {port} is no port: give 0 to 65535")
     settings = load_settings(config, pairs)
     configure_one_off_logging()
-    from pipeline.local_up import UpOptions, run_up
+    from pipeline.local.up import UpOptions, run_up
     from pipeline.observe.metrics import PrometheusMetrics
 
     options = UpOptions(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.local_up import Addresses, read_ready_file, snippets
+from pipeline.local.up import Addresses, read_ready_file, snippets
 from tests.support.models import write_model
 from tests.support.servers import apache_home
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.local import (
+from pipeline.local.servers import (
     ApacheKafka,
     LocalServer,
     LocalServerError,

@@ -301,7 +301,7 @@ def test_serve_uses_the_demo_models_when_none_is_named(monkeypatch: pytest.Monke
 
 def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import pipeline.demo
-    import pipeline.local_up
+    import pipeline.local.up
 
     seen: list[tuple[Any, dict[str, Any]]] = []
 
@@ -309,7 +309,7 @@ def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
         seen.append((options, kwargs))
         return 0
 
-    monkeypatch.setattr(pipeline.local_up, "run_up", run)
+    monkeypatch.setattr(pipeline.local.up, "run_up", run)
     monkeypatch.setattr(pipeline.demo, "run_demo", run)
     monkeypatch.delenv("KAFKA_HOME", raising=False)
     ready = tmp_path / "ready.json"

@@ -19,7 +19,7 @@ from pipeline import demo, demo_doors
 from pipeline.corpus import Corpus, Document, Question
 from pipeline.demo import DemoOptions, run_demo
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.local import LocalServerError
+from pipeline.local.servers import LocalServerError
 from pipeline.transports.demo_clients import DemoBrokerError
 
 METRICS = """\

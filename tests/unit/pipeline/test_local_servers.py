@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import local
-from pipeline.local import ApacheKafka, LocalServerError, PackagedKafka, RedisServer, find_java
+from pipeline.local import servers as local
+from pipeline.local.servers import (
+    ApacheKafka,
+    LocalServerError,
+    PackagedKafka,
+    RedisServer,
+    find_java,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTER = """
 import asyncio
-from pipeline.local import RedisServer
+from pipeline.local.servers import RedisServer
 async def main():
     server = RedisServer()
     await server.start()

@@ -25,7 +25,7 @@ from rich.syntax import Syntax
 from actors.ports import Metrics
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, watch_signals
-from pipeline.local import (
+from pipeline.local.servers import (
     ApacheKafka,
     LocalServer,
     LocalServerError,
