@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks._common import Sample, cores, interleave, median, table, write_results
 from benchmarks._engines import Engine, OrtEngine, OurEngine, SentenceTransformersEngine
-from pipeline.corpus import load_corpus
-from pipeline.models import resolve_model
+from pipeline.demo.corpus import load_corpus
+from pipeline.demo.fetch import resolve_model
 
 MODEL = "all-MiniLM-L6-v2"
 PARTS = 4  # of a set, between which the engines take turns

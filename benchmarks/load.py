@@ -100,7 +100,7 @@ def main() -> None:
     if arguments.one:
         json.dump(measure(arguments.one, {"speed": arguments.speed}), sys.stdout)
         return
-    from pipeline.models import resolve_model
+    from pipeline.demo.fetch import resolve_model
 
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(folder) for folder in arguments.folders]

@@ -252,7 +252,7 @@ UNMEASURED = ("internlm2",)  # there is no class to seed without the folder's ow
 def real_models() -> dict[str, Measured]:
     """Packaged models that are on this machine already; none is fetched."""
     from gpu.load import make_runner_factory
-    from pipeline.models import models_root
+    from pipeline.demo.fetch import models_root
     from schemas.requests import Text
 
     found = {}

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from gpu.batch import EncodedItem, Runner, pack, scatter
 from gpu.load import make_runner_factory
-from pipeline.models import ensure_model, models_root
+from pipeline.demo.fetch import ensure_model, models_root
 from schemas.requests import Document, EmbedRequest, RerankRequest, Text
 
 Matrix = npt.NDArray[np.float32]

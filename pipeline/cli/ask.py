@@ -341,7 +341,7 @@ async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
 
 def _one_off_settings(command: AskCommand) -> Settings:
     """Settings whose pool holds what this command needs, fetched: one model if it is known which."""
-    from pipeline.models import ModelFetchError, resolve_model
+    from pipeline.demo.fetch import ModelFetchError, resolve_model
     from pipeline.settings.load import ModelSettings
 
     settings = load_settings(command.config, command.overrides)

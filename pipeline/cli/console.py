@@ -19,7 +19,7 @@ from pipeline.lifecycle import ExitStatus, OperatorError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pipeline.models import Progress
+    from pipeline.demo.fetch import Progress
     from pipeline.settings.load import Settings
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def byte_progress() -> Iterator[Progress]:
-    """A bar for downloads and conversions, as `pipeline.models` reports them."""
+    """A bar for downloads and conversions, as `pipeline.demo.fetch` reports them."""
     if not sys.stderr.isatty():
         told: set[str] = set()
 

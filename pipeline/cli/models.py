@@ -1,7 +1,7 @@
 """`models list` and `models fetch`.
 
 Who calls it: `pipeline.cli.commands`.
-What must stay true: thin; everything about the models themselves is in `pipeline.models`.
+What must stay true: thin; everything about the models themselves is in `pipeline.demo.fetch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def list_() -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from pipeline.models import is_fetched, list_models, models_root
+    from pipeline.demo.fetch import is_fetched, list_models, models_root
 
     table = Table("name", "task", "size", "licence", "here", "what", box=None, pad_edge=False)
     for model in list_models():
@@ -37,8 +37,8 @@ def list_() -> int:
 
 def fetch(names: Sequence[str]) -> int:
     """Fetch the named models, or the demo's two; every failure is told."""
+    from pipeline.demo.fetch import ModelFetchError, ensure_model
     from pipeline.local.up import demo_models
-    from pipeline.models import ModelFetchError, ensure_model
 
     status = ExitStatus.OK
     for name in names or list(demo_models()):

@@ -141,7 +141,7 @@ def up(
 def demo(documents: int, in_process: bool, no_prompt: bool) -> int:
     """The demo; the exit status."""
     configure_one_off_logging()
-    from pipeline.demo import DemoOptions, run_demo
+    from pipeline.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
         documents=documents,

@@ -20,7 +20,7 @@ from pipeline.settings.records import Origin
 ENVIRONMENT_PREFIX = "EMBEDSTREAM_"
 
 # Names with our prefix that are no settings: test servers, the file itself, the folder of fetched
-# models (`pipeline.models` reads it).
+# models (`pipeline.demo.fetch` reads it).
 _NOT_SETTINGS = re.compile(r"^EMBEDSTREAM_(TEST_.*|CONFIG|MODELS)$")
 # What Kubernetes injects into every pod of a namespace that has a Service called "embedstream" or
 # "embedstream-something".

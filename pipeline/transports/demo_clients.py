@@ -1,6 +1,6 @@
 """The demo's clients: what an application would write, with plain aiokafka and redis-py.
 
-Who calls it: `pipeline.demo`.
+Who calls it: `pipeline.demo.run`.
 What must stay true: nothing here knows the service beyond the wire contract (topic and stream names,
 msgpack records, the reply's key); every wait has a bound; no task outlives the call that started it.
 """

@@ -14,7 +14,7 @@ import pytest
 
 from gpu.batch import pack, scatter
 from gpu.load import make_runner_factory
-from pipeline.models import models_root
+from pipeline.demo.fetch import models_root
 from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import edit_json
 

@@ -19,7 +19,7 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-import pipeline.models
+import pipeline.demo.fetch
 import pipeline.oneoff
 from gpu.batch import PackedBatch
 from pipeline.cli import commands as cli
@@ -56,7 +56,9 @@ def fake_service(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return real(settings, runner_factories={name: lambda: seen["runner"]}, **kwargs)
 
     monkeypatch.setattr(pipeline.oneoff, "run_inproc", run_inproc)
-    monkeypatch.setattr(pipeline.models, "resolve_model", lambda name, **kwargs: f"/models/{name}")
+    monkeypatch.setattr(
+        pipeline.demo.fetch, "resolve_model", lambda name, **kwargs: f"/models/{name}"
+    )
     return seen
 
 
@@ -300,7 +302,7 @@ def test_serve_uses_the_demo_models_when_none_is_named(monkeypatch: pytest.Monke
 
 
 def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import pipeline.demo
+    import pipeline.demo.run
     import pipeline.local.up
 
     seen: list[tuple[Any, dict[str, Any]]] = []
@@ -310,7 +312,7 @@ def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
         return 0
 
     monkeypatch.setattr(pipeline.local.up, "run_up", run)
-    monkeypatch.setattr(pipeline.demo, "run_demo", run)
+    monkeypatch.setattr(pipeline.demo.run, "run_demo", run)
     monkeypatch.delenv("KAFKA_HOME", raising=False)
     ready = tmp_path / "ready.json"
     assert (
@@ -643,7 +645,7 @@ def test_models_list_and_fetch(
         fetched.append(name)
         return tmp_path / name
 
-    monkeypatch.setattr(pipeline.models, "ensure_model", ensure_model)
+    monkeypatch.setattr(pipeline.demo.fetch, "ensure_model", ensure_model)
     assert main(["models", "fetch"]) == 0
     assert len(fetched) == 2
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in fetched]

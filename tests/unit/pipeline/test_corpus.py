@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import corpus
-from pipeline.corpus import Document, load_corpus, parse_dictd, python_documents
+from pipeline.demo import corpus
+from pipeline.demo.corpus import Document, load_corpus, parse_dictd, python_documents
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 

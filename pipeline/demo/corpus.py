@@ -1,6 +1,6 @@
 """Documents and questions for the demo: a dictionary of computing, or the Python documentation.
 
-Who calls it: `pipeline.demo`.
+Who calls it: `pipeline.demo.run`.
 What must stay true: the same source gives the same selection on every machine; every sample question
 has its answer in the selection; nothing needs root or a changed system: the dictionary is fetched by
 `apt-get download` into our cache, and where that cannot be, the documentation inside every CPython
