@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.demo.clients import KafkaIndexer, RedisAsker
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.up import EMBEDDER, Addresses, demo_models, read_ready_file
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings.load import Settings
-from pipeline.transports.demo_clients import KafkaIndexer, RedisAsker
 
 START_TIMEOUT_S = 180.0
 """From the start of the command to ready: brokers, and loading two models on a slow disk."""

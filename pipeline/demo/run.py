@@ -24,6 +24,7 @@ from rich.console import Console
 
 from pipeline.demo import screen
 from pipeline.demo.check import Ledger, Vectors, nearest, parse_metrics, quantile, vector_fault
+from pipeline.demo.clients import DemoBrokerError
 from pipeline.demo.corpus import Corpus, load_corpus
 from pipeline.demo.doors import Door, broker_door, inproc_door
 from pipeline.demo.fetch import ensure_model, find_model, is_fetched
@@ -31,7 +32,6 @@ from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.servers import LocalServerError, find_redis, packaged_kafka_binary
 from pipeline.local.up import EMBEDDER, RERANKER
 from pipeline.settings.load import Settings
-from pipeline.transports.demo_clients import DemoBrokerError
 
 TEXTS_PER_REQUEST = 16
 CANDIDATES = 10

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from pipeline.demo import doors as demo_doors
 from pipeline.demo import run as demo
+from pipeline.demo.clients import DemoBrokerError
 from pipeline.demo.corpus import Corpus, Document, Question
 from pipeline.demo.run import DemoOptions, run_demo
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.servers import LocalServerError
-from pipeline.transports.demo_clients import DemoBrokerError
 
 METRICS = """\
 # HELP embedstream_batch_tokens Tokens of a pack.
