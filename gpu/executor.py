@@ -1,6 +1,6 @@
 """The threads that own the models of one device: batches in, futures of outcomes out.
 
-Who calls it: `pipeline/loading.py` loads models through it, the dispatcher submits batches.
+Who calls it: `pipeline/model_pool.py` loads models through it, the dispatcher submits batches.
 What must stay true: an exception in a model resolves its future and never ends a thread; every future
 handed out is resolved, also when a thread dies, the device is lost or the executor closes; once fatal,
 always fatal: nothing waits for an executor that cannot answer. No torch here.

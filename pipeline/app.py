@@ -32,7 +32,7 @@ from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, exit_status_for
-from pipeline.loading import LoadedModels, load_models
+from pipeline.model_pool import LoadedModels, load_models
 from pipeline.observe.http import HealthServer, Readiness
 from pipeline.observe.views import app_readiness, app_statistics, health_views
 from pipeline.settings.load import RouteSettings, Settings, route_options

@@ -96,7 +96,7 @@ async def _reach_all(settings: Settings, findings: Findings) -> None:
 
 async def _load(settings: Settings, name: str, findings: Findings) -> None:
     """Load one model and let it go, so that the pool need not fit into memory at once here."""
-    from pipeline.loading import load_models
+    from pipeline.model_pool import load_models
 
     alone = msgspec.structs.replace(settings, models={name: settings.models[name]}, routes=())
     try:

@@ -1,6 +1,6 @@
 """Settings of one model: what an operator may say about it beyond its folder.
 
-Who calls it: `pipeline.settings.records` makes it a table of the settings; `pipeline.loading` hands
+Who calls it: `pipeline.settings.records` makes it a table of the settings; `pipeline.model_pool` hands
 every field but `path` and `default_for` to the loader under its own name.
 What must stay true: as in `pipeline.settings.records`; a default of "auto", None or an empty list or
 table means "as the model folder says".

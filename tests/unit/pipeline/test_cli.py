@@ -582,10 +582,10 @@ def test_i05_an_error_of_a_model_does_not_put_user_text_into_the_log(
 
 @pytest.fixture
 def fake_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pipeline.loading
+    import pipeline.model_pool
     from pipeline.lifecycle import OperatorError
 
-    real = pipeline.loading.load_models
+    real = pipeline.model_pool.load_models
 
     async def load_models(settings: Any, **kwargs: Any) -> Any:
         (name,) = settings.models
@@ -593,7 +593,7 @@ def fake_loading(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OperatorError(f"models.{name} does not load: no weights; name another folder")
         return await real(settings, factories={name: lambda: FakeRunner(name=name)}, **kwargs)
 
-    monkeypatch.setattr(pipeline.loading, "load_models", load_models)
+    monkeypatch.setattr(pipeline.model_pool, "load_models", load_models)
 
 
 def test_check_prints_the_plan(

@@ -491,7 +491,7 @@ def test_every_setting_is_read_somewhere() -> None:
 
 
 def test_every_setting_of_a_model_is_one_of_the_loader() -> None:
-    """The loader refuses what it does not know: `pipeline.loading` passes all but these two on."""
+    """The loader refuses what it does not know: `pipeline.model_pool` passes all but these two on."""
     from gpu.load import ModelSettings as LoaderSettings
 
     ours = set(ModelSettings.__struct_fields__) - {"default_for"}
