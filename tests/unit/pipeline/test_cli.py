@@ -544,7 +544,7 @@ def test_a_model_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[st
 
 def test_a_closed_pipe_ends_quietly(fake_service: dict[str, Any]) -> None:
     code = (
-        "import sys\nfrom pipeline import cli\n"
+        "import sys\nfrom pipeline.cli import commands as cli\n"
         "def flood():\n"
         "    while True: print('x' * 1000)\n"
         "import pipeline.cli.models as m\nm.list_ = flood\n"
