@@ -25,7 +25,7 @@ from pipeline.redact import redact
 from pipeline.settings.load import SettingsError, load
 from schemas.errors import InvalidRequest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MARKER = "MARKER-what-a-user-wrote-7c1"
 
 

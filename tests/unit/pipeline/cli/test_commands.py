@@ -27,7 +27,7 @@ from pipeline.cli.ask import MAX_CONCURRENT, MAX_LINE_BYTES
 from pipeline.cli.commands import main
 from tests.support.fakes import DIMENSIONS, FakeRunner, fake_ids, fake_vector
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 HEAVY = ("torch", "transformers", "aiokafka", "redis", "rich", "asyncio", "numpy", "structlog")
 
 

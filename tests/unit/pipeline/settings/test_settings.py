@@ -28,7 +28,7 @@ from pipeline.settings.load import (
 from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
 from schemas.requests import Limits
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 TOML = """\
 [models.minilm]

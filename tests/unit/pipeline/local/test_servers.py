@@ -18,7 +18,7 @@ from pipeline.local.servers import (
     find_java,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 STARTER = """
 import asyncio
 from pipeline.local.servers import RedisServer
