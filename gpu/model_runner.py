@@ -378,5 +378,6 @@ class ModelRunner:
 
 def init_executor_thread() -> None:
     """One intra-op thread for the calling executor thread: several of them share the cores, and two
-    threads spinning inside one OpenMP region collapse as soon as anything else wants a core."""
+    threads spinning inside one OpenMP region collapse as soon as anything else wants a core. Equal bits
+    are promised only so: with more, last digits may depend on which of them takes a head."""
     torch.set_num_threads(1)

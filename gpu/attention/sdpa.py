@@ -3,8 +3,9 @@
 Who calls it: `interface.PackedContext` through `AttentionBackend`; `dense` also serves padded batches.
 What must stay true: an item's result depends on its own rows only, down to the bit on CPU in fp32,
 whether it runs alone or in one call with items of the same length. torch's CPU flash kernel keeps
-this (every item and head is a task of its own with block sizes taken from the item's length), batched
-matmul does not; so the soft-cap path, which needs matmul, runs item by item on fresh tensors.
+this (every item and head is a task of its own with block sizes taken from the item's length) as long as
+the calling thread has one intra-op thread: the scratch memory of a second one begins at any address, and
+the BLAS may sum in another order there. Batched matmul does not keep it; so the soft-cap path, which needs matmul, runs item by item on fresh tensors.
 Long windowed layers are cut into query blocks that see only their band of keys, so that work and memory
 grow with length x window and not with length squared; the cuts depend on the item's length alone.
 """

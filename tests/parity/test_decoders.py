@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
+from gpu.executor import ModelExecutor
 from gpu.folder.read import ModelLoadError
 from gpu.load import make_runner_factory
 from schemas.requests import ClassifyRequest, EmbedRequest, Text, TokenIds
@@ -394,20 +395,30 @@ def test_rope_by_length(tmp_path: Path, family: str, kind: str) -> None:
     assert any("crossed no window" in n for n in runner.info.notes) is False
 
 
-def test_rope_by_length_from_several_threads(tmp_path: Path) -> None:
-    """Executor threads share the rotary module; short and long items at once, each as if alone."""
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.mark.parametrize("width", [1, 4])
+def test_rope_by_length_from_several_executor_threads(tmp_path: Path, width: int) -> None:
+    """K51: executor threads share the rotary module; short and long items at once, each as if alone,
+    whatever the intra-op threads of the thread that made the executor."""
+    import torch
 
     folder = write_model(tmp_path / "m", "llama", pooling="lasttoken")
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     edit_json(folder / "config.json", rope_parameters=rope, max_position_embeddings=24)
-    runner = make_runner_factory("m", folder)()
+    factory = make_runner_factory("m", folder)
+    runner = factory()
     requests = [
         EmbedRequest(id="r", input=(TokenIds(tuple((7 * i + n) % 200 for i in range(n))),))
         for n in (90, 5, 50, 24, 70, 25)
     ]
     packs = [pack(one.items) for one in runner.encoder.encode(requests)]
     want = [runner.forward(batch)[0].dense.tobytes() for batch in packs]
-    with ThreadPoolExecutor(4) as pool:
-        got = list(pool.map(lambda i: runner.forward(packs[i % 6])[0].dense.tobytes(), range(60)))
-    assert got == [want[i % 6] for i in range(60)]
+    torch.set_num_threads(3)  # an executor thread that took this over would differ at 25 tokens
+    executor = ModelExecutor({"m": factory}, width)
+    try:
+        executor.load("m").result()
+        for _ in range(12):
+            futures = [executor.submit("m", batch) for batch in packs]
+            assert [f.result()[0].dense.tobytes() for f in futures] == want
+    finally:
+        torch.set_num_threads(1)
+        assert executor.close(10)

@@ -27,13 +27,6 @@ PASSAGES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def minilm(packaged_model: Folder) -> Any:
     return make_runner_factory("minilm", packaged_model("all-MiniLM-L6-v2"))()

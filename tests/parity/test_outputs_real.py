@@ -20,13 +20,6 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 Folder = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
 def encode(runner: Any, texts: list[str]) -> list[Any]:
     request = EmbedRequest(id="r", input=tuple(Text(t) for t in texts), truncate="right")
     return list(runner.encoder.encode([request])[0].items)

@@ -45,7 +45,6 @@ def reference(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(str(folder))
 

@@ -392,7 +392,8 @@ class TestDense:
         mask[0, :4], mask[1, 5:] = True, True
         extra: dict[str, Any] = {"softcap": softcap}
         if bias:
-            extra["position_bias"] = torch.randn(1, 4, 9, 9).to(dtype) - 50
+            source = torch.Generator().manual_seed(5)
+            extra["position_bias"] = torch.randn(1, 4, 9, 9, generator=source).to(dtype) - 50
         with padded_context(mask):
             out, _ = attention(Module(causal), q, k, v, None, sliding_window=window, **extra)
         assert bool(out.isfinite().all())
@@ -410,8 +411,10 @@ class TestDense:
                 place = mask[row].nonzero()[:, 0]
                 part = extra["position_bias"][:, :, place][..., place]
             want = reference(layer, layout_of((len(rows[0]),), "cpu"), *rows, part)
-            scale = {torch.float32: 1e-4, torch.bfloat16: 5.0, torch.float16: 1.0}[dtype]
-            assert float((out[row][mask[row]].double() - want).abs().max()) <= scale
+            # K52: of the largest value, since rounding grows with it.
+            bound = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
+            worst = float((out[row][mask[row]].double() - want).abs().max())
+            assert worst <= bound * float(want.abs().max())
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize("form", ["bool", "minus infinity", "padding", "float32 minimum"])
