@@ -107,6 +107,9 @@ class Ingress:
 
     async def _accept(self, delivery: Delivery) -> None:
         body = delivery.body
+        if delivery.damage is not None:
+            await self._refuse(delivery, UndecodableRecord(delivery.damage), letter=True)
+            return
         if body is None:
             # A tombstone asks an index to delete; a request/reply route has nothing to delete.
             self._metrics.count("tombstones_skipped_total", route=self.route.name)

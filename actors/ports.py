@@ -65,6 +65,7 @@ class Delivery(Protocol):
     received_at     time.monotonic() at receipt
     origin          where it came from, for logs and dead letters:
                     {"transport","topic","partition","offset"} or {"transport","stream","id"}
+    damage          why the body is no record at all (a batch that cannot be decoded), else None
     """
 
     @property
@@ -81,6 +82,8 @@ class Delivery(Protocol):
     def received_at(self) -> float: ...
     @property
     def origin(self) -> Mapping[str, str | int]: ...
+    @property
+    def damage(self) -> str | None: ...
 
     def settle(self) -> None:
         """Finished for good: the reply is durable; never give it to anybody again."""

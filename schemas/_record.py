@@ -23,6 +23,10 @@ BYTES_PER_TOKEN_ID: Final = 8  # what a token id counts against `max_item_bytes`
 _MAX_SHOWN_NAME_CHARS: Final = 64
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some editors put it before UTF-8 text; it is skipped before a JSON record."""
+
+
 class Record(Protocol):
     """One opened record."""
 
@@ -46,6 +50,8 @@ def sniff(body: bytes) -> ContentType | None:
     first = body[:1]
     if first == b"{":
         return JSON
+    if body.startswith(BYTE_ORDER_MARK):
+        return JSON if body[len(BYTE_ORDER_MARK) :].lstrip(b" \t\r\n")[:1] == b"{" else None
     if b"\x80" <= first <= b"\x8f" or first in (b"\xde", b"\xdf"):
         return MSGPACK
     if first in (b" ", b"\t", b"\r", b"\n") and body.lstrip(b" \t\r\n")[:1] == b"{":
@@ -57,8 +63,6 @@ def why_undecodable(body: bytes) -> str:
     """The best guess at what the bytes are instead, for the producer's author."""
     if not body:
         return "the record is empty"
-    if body.startswith(b"\xef\xbb\xbf"):
-        return "the record begins with a byte order mark; send UTF-8 JSON without it"
     if body.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "the record looks like UTF-16; send UTF-8 JSON or msgpack"
     if body.lstrip(b" \t\r\n")[:1] == b"[" or b"\x90" <= body[:1] <= b"\x9f":

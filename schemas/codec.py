@@ -16,7 +16,7 @@ from ._encode import dump, encode_reply, metadata_to_wire, request_to_wire
 from ._parts import join_parts, split_reply
 from ._read_json import JsonRecord
 from ._read_msgpack import MsgpackRecord
-from ._record import Record, sniff, utf8_bytes, why_undecodable
+from ._record import BYTE_ORDER_MARK, Record, sniff, utf8_bytes, why_undecodable
 from ._reply import read_reply
 from .errors import (
     ContentType,
@@ -109,7 +109,9 @@ def _open(body: bytes, declared: ContentType | None, limits: Limits) -> Record:
         raise UndecodableRecord(
             f"the content-type header says {declared}, but the record begins like {actual}"
         )
-    return JsonRecord(body, limits) if actual == JSON else MsgpackRecord(body, limits)
+    if actual == JSON:
+        return JsonRecord(body.removeprefix(BYTE_ORDER_MARK), limits)
+    return MsgpackRecord(body, limits)
 
 
 def _attach(

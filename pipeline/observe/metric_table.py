@@ -93,6 +93,11 @@ METRICS: tuple[MetricSpec, ...] = (
         "Deliveries lost to another member at a rebalance; that member repeats them.",
         "transport",
     ),
+    _counter(
+        "source_unreadable_batches_total",
+        "Batches that could not be decoded and were dead-lettered.",
+        "transport",
+    ),
     _counter("source_commit_failures_total", "Commits that the broker refused.", "transport"),
     _counter("source_reconnects_total", "Times a source connected anew.", "transport"),
     _counter("source_claimed_total", "Entries taken over from a silent member.", "transport"),
@@ -101,7 +106,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("source_connected", "1 while the source reaches its broker.", "transport"),
     _gauge("source_partitions", "Partitions assigned to this process.", "transport"),
     _gauge("source_group_consumers", "Members of the group.", "transport"),
-    _gauge("source_lag_records", "End minus commit watermark.", "topic", "partition"),
+    _gauge("source_lag_records", "Records behind the commit watermark.", "topic", "partition"),
     _gauge(
         "source_oldest_unsettled_offset", "Commit watermark of a partition.", "topic", "partition"
     ),

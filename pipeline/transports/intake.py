@@ -37,6 +37,7 @@ class HeldDelivery:
         "_owner",
         "attempt",
         "body",
+        "damage",
         "default_id",
         "epoch",
         "headers",
@@ -60,6 +61,7 @@ class HeldDelivery:
         origin: Mapping[str, str | int],
         attempt: int = 1,
         epoch: int = 0,
+        damage: str | None = None,
     ) -> None:
         self._owner = owner
         self._outcome: str | None = None
@@ -72,6 +74,7 @@ class HeldDelivery:
         self.origin = origin
         self.attempt = attempt
         self.epoch = epoch
+        self.damage = damage
         self.size_bytes = len(body or b"") + sum(len(k) + len(v) for k, v in headers.items())
 
     def again(self, received_at: float, *, attempt: int | None = None) -> HeldDelivery:
@@ -87,6 +90,7 @@ class HeldDelivery:
             origin=self.origin,
             attempt=self.attempt + 1 if attempt is None else attempt,
             epoch=self.epoch,
+            damage=self.damage,
         )
 
     def settle(self) -> None:

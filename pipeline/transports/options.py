@@ -117,6 +117,9 @@ class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
     release_backoff_ms: int = 200
     release_backoff_max_ms: int = 10_000
     auto_offset_reset: Literal["earliest", "latest"] = "earliest"
+    """Where a group begins that has committed nothing; it remembers that place at once."""
+    isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
+    """`read_committed` leaves out records of aborted and of open transactions."""
     idempotent: bool | Literal["auto"] = "auto"
     """`auto`: idempotent when the broker supports it, said in the log when not."""
     linger_ms: int = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from pipeline.transports import KafkaOptions
@@ -100,6 +100,15 @@ class KafkaHarness:
         return unique("embedstream.replies")
 
     async def replies(self, destination: str, done: Callable[[list[bytes]], bool]) -> list[bytes]:
+        return [one.value for one in await self._read(destination, lambda r: done(_values(r)))]
+
+    async def reply_records(self, destination: str, count: int) -> list[ConsumerRecord]:
+        """Whole records, once there are `count`."""
+        return await self._read(destination, lambda found: len(found) >= count)
+
+    async def _read(
+        self, destination: str, done: Callable[[list[ConsumerRecord]], bool]
+    ) -> list[ConsumerRecord]:
         consumer = AIOKafkaConsumer(
             destination,
             bootstrap_servers=self.server.address,
@@ -107,12 +116,12 @@ class KafkaHarness:
             fetch_max_wait_ms=10,
             max_partition_fetch_bytes=32 << 20,
         )
-        found: list[bytes] = []
+        found: list[ConsumerRecord] = []
         try:
             await consumer.start()
             while not done(found):
                 for records in (await consumer.getmany(timeout_ms=200)).values():
-                    found += [record.value for record in records]
+                    found += records
         finally:
             await consumer.stop()
         return found
@@ -147,3 +156,7 @@ class KafkaHarness:
     async def aclose(self) -> None:
         if self._producer is not None:
             await self._producer.stop()
+
+
+def _values(records: list[ConsumerRecord]) -> list[bytes]:
+    return [one.value for one in records]

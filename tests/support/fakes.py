@@ -161,6 +161,7 @@ class FakeDelivery:
     attempt: int = 1
     received_at: float = 0.0
     origin: Mapping[str, str | int] = field(default_factory=lambda: {"transport": "fake"})
+    damage: str | None = None
     outcome: str | None = None
 
     def settle(self) -> None:

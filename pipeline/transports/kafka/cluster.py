@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.conn import create_conn
@@ -36,11 +37,26 @@ class ClusterFacts:
     idempotent         the cluster hands out producer ids
     max_message_bytes  smallest known `max.message.bytes` of reply and dead-letter topic
     notices            one line each, for the log and `embedstream check`
+    partition_counts   partitions by request topic; empty unless the group begins at `latest`
+    group_topics       request topics of which the group had committed offsets
     """
 
     idempotent: bool
     max_message_bytes: int | None
     notices: tuple[str, ...]
+    partition_counts: Mapping[str, int] = field(default_factory=dict)
+    group_topics: frozenset[str] = frozenset()
+    latest: bool = False
+
+    def appeared_since(self, topic: str, partition: int) -> bool:
+        """True when the group lived before this partition did, so that nobody chose to skip it.
+
+        What it holds is then read from its start although `auto_offset_reset` is `latest`, unless
+        the group has committed an offset of it, which the caller asks for.
+        """
+        if not self.latest:
+            return False
+        return topic in self.group_topics or partition >= self.partition_counts.get(topic, 0)
 
 
 def client_settings(options: KafkaOptions) -> dict[str, Any]:
@@ -88,6 +104,7 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
             await _ensure_topics(options, admin, notices)
             limit = await _message_limit(options, admin)
             idempotent = await _supports_idempotence(options, admin, notices)
+            counts, known = await _starts(options, admin)
     except TimeoutError:
         raise ConnectionError(
             f"Kafka at {options.bootstrap} gave no complete answer within open_timeout_s "
@@ -97,7 +114,8 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
         raise ConnectionError(f"Kafka at {options.bootstrap} refused: {words(error)}") from None
     for notice in notices:
         log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
-    return ClusterFacts(idempotent, limit, tuple(notices))
+    latest = options.auto_offset_reset == "latest"
+    return ClusterFacts(idempotent, limit, tuple(notices), counts, known, latest)
 
 
 def words(error: BaseException) -> str:
@@ -224,6 +242,29 @@ async def _ensure_topics(
         if code and error is not TopicAlreadyExistsError:
             reason = (rest[0] if rest else None) or error.__name__
             notices.append(f"topic {topic} does not exist and could not be created: {reason}")
+
+
+async def _starts(
+    options: KafkaOptions, admin: AIOKafkaAdminClient
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Partitions of the request topics, and those topics of which the group has an offset."""
+    if options.auto_offset_reset != "latest":
+        return {}, frozenset()
+    existing = set(await admin.list_topics())  # asking for others by name would make them
+    described = await admin.describe_topics([t for t in options.topics if t in existing])
+    counts = {one["topic"]: len(one["partitions"]) for one in described if not one["error_code"]}
+    places = [TopicPartition(topic, n) for topic, count in counts.items() for n in range(count)]
+    if not places:
+        return counts, frozenset()
+    while True:  # a broker that has just started loads its coordinator first
+        try:
+            found = await admin.list_consumer_group_offsets(options.group, partitions=places)
+        except KafkaError as error:
+            if not error.retriable:
+                raise
+            await asyncio.sleep(_PID_RETRY_S)
+        else:
+            return counts, frozenset(p.topic for p, o in found.items() if o.offset >= 0)
 
 
 async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:

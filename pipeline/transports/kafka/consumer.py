@@ -35,6 +35,7 @@ async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaCon
         group_id=options.group,
         enable_auto_commit=False,
         auto_offset_reset=options.auto_offset_reset,
+        isolation_level=options.isolation_level,
         session_timeout_ms=options.session_timeout_ms,
         heartbeat_interval_ms=options.heartbeat_interval_ms,
         max_poll_interval_ms=options.max_poll_interval_ms,
@@ -75,6 +76,27 @@ async def poll(
         if subscription._fetch_count > 0:
             subscription._fetch_count = 0
             subscription._last_fetch_ended = time.monotonic()
+
+
+def position_now(consumer: AIOKafkaConsumer, partition: TopicPartition) -> int | None:
+    """Offset of the next record that a poll returns; None while it is not known."""
+    subscription = consumer._subscription.subscription
+    assignment = None if subscription is None else subscription.assignment
+    if assignment is None or not assignment.active or partition not in assignment.tps:
+        return None
+    state = assignment.state_value(partition)
+    return int(state.position) if state.has_valid_position else None
+
+
+def end_offset(
+    consumer: AIOKafkaConsumer, partition: TopicPartition, options: KafkaOptions
+) -> int | None:
+    """Behind the last record that may be read now, as of the last fetch."""
+    end: int | None = consumer.highwater(partition)
+    if options.isolation_level == "read_committed":
+        stable: int | None = consumer.last_stable_offset(partition)
+        end = stable if stable is not None and stable >= 0 else end
+    return end
 
 
 async def broker_answers(consumer: AIOKafkaConsumer) -> bool:

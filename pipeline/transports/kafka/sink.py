@@ -37,6 +37,7 @@ from pipeline.transports.kafka.cluster import (
     survey,
     words,
 )
+from pipeline.transports.kafka.deliveries import key_of_id
 from pipeline.transports.options import KafkaOptions, topic_error
 
 log = structlog.get_logger(__name__)
@@ -105,7 +106,7 @@ class KafkaSink:
                 await producer.send_and_wait(
                     destination,
                     body,
-                    key=key.encode("utf-8", "replace"),
+                    key=key_of_id(key),
                     headers=list(headers.items()),
                 )
         except TimeoutError:

@@ -15,7 +15,12 @@ from collections.abc import Iterable
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.errors import ConsumerStoppedError, KafkaError, RecordTooLargeError
+from aiokafka.errors import (
+    ConsumerStoppedError,
+    IllegalStateError,
+    KafkaError,
+    RecordTooLargeError,
+)
 
 from actors.ports import (
     Clock,
@@ -27,14 +32,18 @@ from actors.ports import (
     SystemClock,
 )
 from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.kafka.client_gaps import UnreadableBatch
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
     broker_answers,
+    end_offset,
     poll,
+    position_now,
     records_wait,
     start_consumer,
     stop_consumer,
 )
+from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
 from pipeline.transports.kafka.watermark import Watermarks
 from pipeline.transports.options import KafkaOptions
 
@@ -91,6 +100,7 @@ class KafkaSource:
         self._committing = asyncio.Lock()
         self._draining: set[TopicPartition] = set()
         self._lost: dict[TopicPartition, int] = {}  # records in flight that will not settle here
+        self._undecided: set[TopicPartition] = set()  # whose start is not known yet: not polled
         self._wake = asyncio.Event()  # room, pause, assignment: the poll loop looks again
         self._tick = asyncio.Event()  # a release: housekeeping looks again
         self._progress = asyncio.Event()  # a settle or release: a drain looks again
@@ -186,14 +196,14 @@ class KafkaSource:
     # --- outcomes -------------------------------------------------------------------------------
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        partition, offset = _place(delivery)
+        partition, offset = place_of(delivery)
         if self._marks.settle(partition, delivery.epoch, offset):
             self._bytes[partition] -= delivery.size_bytes
             self._wake.set()
             self._progress.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        partition, offset = _place(delivery)
+        partition, offset = place_of(delivery)
         if not self._marks.holds(partition, delivery.epoch, offset):
             return
         self._metrics.count("source_released_total", transport="kafka")
@@ -218,11 +228,14 @@ class KafkaSource:
                         topics=list(self._options.topics), listener=_Listener(self, consumer)
                     )
                 await self._poll_once(consumer)
-            except RecordTooLargeError:
-                self._fetch_bytes = min(_MAX_FETCH_BYTES, self._fetch_bytes * 2)
-                await self._replace(
-                    f"a record exceeds the fetch size, now {self._fetch_bytes} bytes"
-                )
+            except RecordTooLargeError as error:
+                if self._fetch_bytes < _MAX_FETCH_BYTES:
+                    self._fetch_bytes = min(_MAX_FETCH_BYTES, self._fetch_bytes * 2)
+                    await self._replace(
+                        f"a record exceeds the fetch size, now {self._fetch_bytes} bytes"
+                    )
+                else:  # no broker takes one that large: its length is damaged
+                    self._hand_out_unreadable(*error.args[1:3])
             except ConsumerStoppedError:
                 continue  # replaced or closed by the other task
             except (KafkaError, TimeoutError) as error:
@@ -238,7 +251,11 @@ class KafkaSource:
     async def _poll_once(self, consumer: AIOKafkaConsumer) -> None:
         self._wake.clear()
         count = self._chunk()
-        ready = [p for p in self._marks.partitions if self._marks[p].room >= count] if count else []
+        ready = [
+            partition
+            for partition in (self._marks.partitions if count else ())
+            if self._marks[partition].room >= count and partition not in self._undecided
+        ]
         if not ready:
             await poll(consumer, _NOBODY, timeout_ms=0)
             idle_s = min(_IDLE_POLL_S, self._options.max_poll_interval_ms / 4000)
@@ -272,13 +289,18 @@ class KafkaSource:
         for record in records:
             mark = self._marks[partition]
             if record.offset <= mark.last_handed_out:
-                log.warning("kafka_log_restarted", **_fields(partition), offset=record.offset)
+                log.warning(
+                    "kafka_log_restarted", **partition_fields(partition), offset=record.offset
+                )
                 self._forget({partition})
                 self._marks.assign([partition])
                 self._bytes[partition] = 0
                 mark = self._marks[partition]
             mark.hand_out(record.offset)
-            delivery = self._delivery(partition, record, mark.epoch, now)
+            delivery = delivery_of(self, partition, record, mark.epoch, now)
+            if delivery.damage is not None:
+                self._metrics.count("source_unreadable_batches_total", transport="kafka")
+                log.error("kafka_batch_unreadable", reason=delivery.damage, **delivery.origin)
             self._bytes[partition] += delivery.size_bytes
             deliveries.append(delivery)
         self._metrics.count("source_records_total", len(records), transport="kafka")
@@ -286,21 +308,13 @@ class KafkaSource:
         if self._hand_off.closed:  # they came while intake was being stopped
             self._lose(deliveries)
 
-    def _delivery(
-        self, partition: TopicPartition, record: ConsumerRecord, epoch: int, now: float
-    ) -> HeldDelivery:
-        key = None if record.key is None else record.key.decode("utf-8", "replace")
-        return HeldDelivery(
-            self,
-            (partition, record.offset),
-            body=record.value,
-            headers={name.lower(): value or b"" for name, value in record.headers or ()},
-            key=key,
-            default_id=key or f"{partition.topic}-{partition.partition}-{record.offset}",
-            received_at=now,
-            origin={"transport": "kafka", **_fields(partition), "offset": record.offset},
-            epoch=epoch,
-        )
+    def _hand_out_unreadable(self, partition: TopicPartition, offset: int) -> None:
+        """aiokafka has stepped over the offset; what stands there is longer than any fetch."""
+        value = UnreadableBatch(b"", offset, "the batch says a length that no fetch can hold")
+        record = ConsumerRecord(
+            partition.topic, partition.partition, offset, -1, -1, None, value, None, -1, 0, ()
+        )  # fmt: skip
+        self._hand_out(partition, [record])
 
     # --- rebalances -----------------------------------------------------------------------------
 
@@ -309,6 +323,9 @@ class KafkaSource:
         fresh = {partition for partition in partitions if partition not in self._marks}
         self._marks.assign(fresh)
         self._bytes.update(dict.fromkeys(fresh, 0))
+        if self.facts is not None:
+            self._undecided.update(p for p in fresh if self.facts.appeared_since(*p))
+            self._tick.set()
         self._last_record_at = self._clock.monotonic()
         self._metrics.gauge("source_partitions", len(self._marks.partitions), transport="kafka")
         log.info("kafka_assigned", partitions=len(partitions), group=self._options.group)
@@ -322,8 +339,8 @@ class KafkaSource:
         consumer = self.consumer
         self._draining = ours
         try:
-            self._lose(self._hand_off.discard(lambda held: _place(held)[0] in ours))
-            self._lose(self._redelivery.discard(lambda held: _place(held)[0] in ours))
+            self._lose(self._hand_off.discard(lambda held: place_of(held)[0] in ours))
+            self._lose(self._redelivery.discard(lambda held: place_of(held)[0] in ours))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._options.drain_budget_s):
                     while self._unfinished(ours) > 0 and not self._closing.is_set():
@@ -347,17 +364,18 @@ class KafkaSource:
     def _lose(self, deliveries: Iterable[HeldDelivery]) -> None:
         """They stay unsettled: whoever has the partition next gets them."""
         for delivery in deliveries:
-            partition, offset = _place(delivery)
+            partition, offset = place_of(delivery)
             if self._marks.holds(partition, delivery.epoch, offset):
                 self._lost[partition] = self._lost.get(partition, 0) + 1
 
     def _forget(self, partitions: set[TopicPartition]) -> None:
-        self._hand_off.discard(lambda held: _place(held)[0] in partitions)
-        self._redelivery.discard(lambda held: _place(held)[0] in partitions)
+        self._hand_off.discard(lambda held: place_of(held)[0] in partitions)
+        self._redelivery.discard(lambda held: place_of(held)[0] in partitions)
         self._marks.revoke(partitions)
         for partition in partitions:
             self._bytes.pop(partition, None)
             self._lost.pop(partition, None)
+            self._undecided.discard(partition)
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -367,7 +385,10 @@ class KafkaSource:
             self._tick.clear()
             now = self._clock.monotonic()
             self._redeliver(now)
+            if self._undecided:
+                await self._decide_starts()
             if now >= next_commit:
+                self._follow_positions()
                 await self._commit(_COMMIT_TIMEOUT_S)
                 next_commit = self._clock.monotonic() + self._options.commit_interval_ms / 1000
             if now >= next_probe:
@@ -380,9 +401,34 @@ class KafkaSource:
 
     def _redeliver(self, now: float) -> None:
         for released in self._redelivery.pop_due(now):
-            partition, offset = _place(released)
+            partition, offset = place_of(released)
             if self._marks.holds(partition, released.epoch, offset):
                 self._hand_off.put([released.again(now)])
+
+    async def _decide_starts(self) -> None:
+        """Under `latest`, a partition that appeared while the group lived is read from its start."""
+        consumer = self.consumer
+        for partition in sorted(self._undecided):
+            try:
+                if consumer is not None and partition in consumer.assignment():
+                    async with asyncio.timeout(_COMMIT_TIMEOUT_S):
+                        if await consumer.committed(partition) is None:
+                            await consumer.seek_to_beginning(partition)
+                            log.info("kafka_new_partition", **partition_fields(partition))
+            except (KafkaError, TimeoutError, IllegalStateError):
+                return  # asked again at the next tick
+            self._undecided.discard(partition)
+        self._wake.set()
+
+    def _follow_positions(self) -> None:
+        """Where nothing is unsettled, the commit follows the position: past aborted and control
+        records, and from where an idle group began."""
+        consumer = self.consumer
+        for partition in self._marks.partitions:
+            if consumer is not None and partition not in self._undecided:
+                position = position_now(consumer, partition)
+                if position is not None:
+                    self._marks[partition].follow(position)
 
     async def _commit(self, bound_s: float) -> bool:
         """Commit what has moved. False when it did not happen; a later call repeats it."""
@@ -403,7 +449,7 @@ class KafkaSource:
                 for partition, offset in offsets.items():
                     log.warning(
                         "kafka_commit_failed",
-                        **_fields(partition),
+                        **partition_fields(partition),
                         offset=offset,
                         error=type(error).__name__,
                     )
@@ -429,6 +475,7 @@ class KafkaSource:
         self._last_record_at = self._clock.monotonic()
 
     def _report(self) -> None:
+        self._follow_positions()
         for partition in self._marks.partitions:
             oldest = self._marks[partition].oldest_unsettled
             labels = {"topic": partition.topic, "partition": str(partition.partition)}
@@ -436,7 +483,7 @@ class KafkaSource:
                 self._metrics.gauge("source_oldest_unsettled_offset", oldest, **labels)
             consumer = self.consumer
             if consumer is not None and partition in consumer.assignment():
-                end = consumer.highwater(partition)
+                end = end_offset(consumer, partition, self._options)
                 done = self._marks[partition].committable
                 if end is not None and done is not None:
                     self._metrics.gauge("source_lag_records", max(0, end - done), **labels)
@@ -457,13 +504,3 @@ class KafkaSource:
             self._forget(set(self._marks.partitions))
             self._progress.set()
             await stop_consumer(consumer, self._options.close_timeout_s)
-
-
-def _place(delivery: HeldDelivery) -> tuple[TopicPartition, int]:
-    place = delivery.token
-    assert isinstance(place, tuple)
-    return place
-
-
-def _fields(partition: TopicPartition) -> dict[str, str | int]:
-    return {"topic": partition.topic, "partition": partition.partition}

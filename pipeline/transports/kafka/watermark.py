@@ -61,6 +61,11 @@ class PartitionWatermark:
         self.last_handed_out = offset
         self._tracked.append(offset)
 
+    def follow(self, position: int) -> None:
+        """All below `position` was read and what had to be handed out is settled: commit it."""
+        if not self._tracked and position > (-1 if self.committable is None else self.committable):
+            self.committable = position
+
     def is_in_flight(self, offset: int) -> bool:
         """Handed out in this epoch and not settled."""
         return (

@@ -34,7 +34,7 @@ both = pytest.mark.parametrize("content_type", BOTH)
         b'{"input":"\xff"}', b'{"input":NaN}', b'{"input":[Infinity]}', b'{"n":-Infinity}',
         b'{"n":' + b"9" * 5000 + b"}", b"\x81", b"\x81\xa5input", b"\x81\xa5input\xa5hell",
         b"\x81\xa5input\xc1", b"\x81\xa5input\xa1a\x00", b"\x80\x80", b"\xde\x00\x01",
-        b"\xdf\x00\x00\x00\x01", "{}".encode("utf-16"), b"\xef\xbb\xbf{}", b"   ",
+        b"\xdf\x00\x00\x00\x01", "{}".encode("utf-16"), b"   ",
         pickle.dumps({"input": "a"}), pickle.dumps({"input": "a"}, protocol=0),
     ],
 )  # fmt: skip
@@ -55,12 +55,19 @@ def test_tombstone_and_empty_bytes_are_two_errors():
 @pytest.mark.parametrize(
     ("body", "hint"),
     [
-        (b"[]", "list"), (b"\x90", "list"), (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b"[]", "list"), (b"\x90", "list"), (b"\xef\xbb\xbf[]", "neither"),
         (b"\x00\x00\x00\x00\x05abc", "schema-registry"), (b"\xff\xfe{\x00", "UTF-16"),
     ],
 )  # fmt: skip
 def test_message_guesses_what_the_bytes_are(body, hint):
     assert hint in refusal(body).message
+
+
+def test_a_byte_order_mark_before_json_is_skipped():
+    """K15"""
+    for mark in (b"\xef\xbb\xbf", b"\xef\xbb\xbf \r\n"):
+        assert decode(mark + b'{"input": "x"}').n_items == 1
+    assert type(refusal(b"\xef\xbb\xbf\xff")) is UndecodableRecord
 
 
 @both
