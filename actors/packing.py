@@ -37,7 +37,7 @@ class PackingPolicy:
     max_batch_items: int = 1024
     linger_s: float = 0.005
     bulk_floor: float = 0.2
-    max_reorder_items: int = 64
+    max_reorder_items: int = 256
     group_lengths: bool = False
 
 

@@ -51,6 +51,7 @@ from gpu.forward.selfcheck import (
 from gpu.forward.shared_prefix import SharedPrefixForward
 from gpu.forward.weights import DTYPES, LoadedModel, load_model, pick_device, pick_dtype
 from gpu.pooler import Segments, segments_of
+from gpu.settings import ModelSettings
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
@@ -61,31 +62,6 @@ from schemas.errors import (
 
 CPU_BATCH_TOKENS = 512  # the GEMM rate is flat from 32 rows up, and answers stay quick
 CUDA_BATCH_TOKENS = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """How a model runs here; what it is stands in its `ModelSpec`.
-
-    max_batch_tokens: tokens a pack may hold; None: 512 on the CPU, 16384 on CUDA.
-    prepack: replace linears by oneDNN ones on the CPU.
-    attention, batch_invariant: see `gpu.attention.backends_for`.
-    multi_item: documents of one query share its computation where the model can.
-    cuda_graphs: "off" or "auto", see `gpu.forward.cuda_graphs`.
-    """
-
-    name: str
-    device: str = "auto"
-    dtype: str = "auto"
-    max_batch_tokens: int | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
-    prepack: bool = True
-    speed: str = "off"  # see gpu.forward.speed
-    attention: str = "auto"
-    batch_invariant: bool = False
-    multi_item: bool = False
-    cuda_graphs: str = "off"
 
 
 @dataclass(slots=True)
@@ -115,17 +91,18 @@ class ModelRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        settings: RunnerSettings,
+        settings: ModelSettings,
         encoder: Encoder,
         *,
+        name: str,
+        prepack: bool = True,
         on_phase: Callable[[str], None] = _silent,
     ) -> None:
         self.spec, self.settings, self.encoder = spec, settings, encoder
+        self.name, self._prepack = name, prepack
         self.device = pick_device(settings.device)
         self.dtype = pick_dtype(settings.dtype, self.device)
-        speed.check_possible(
-            settings.speed, device=self.device, dtype=self.dtype, prepack=settings.prepack
-        )
+        speed.check_possible(settings.speed, device=self.device, dtype=self.dtype, prepack=prepack)
         self._backends = self._attention()
         on_phase("loading weights")
         checked = self._load_checked(on_phase)
@@ -137,7 +114,7 @@ class ModelRunner:
             checked.loaded.model,
             device=self.device,
             allow_pickle=settings.allow_pickle,
-            prepack=self.device.type == "cpu" and settings.prepack,
+            prepack=self.device.type == "cpu" and prepack,
         )
         self.info = self._describe(checked)
         on_phase("warming up")
@@ -229,12 +206,10 @@ class ModelRunner:
                 batch_invariant=self.settings.batch_invariant,
             )
         except ValueError as error:
-            raise ModelLoadError(f"model {self.settings.name}: {error}") from error
+            raise ModelLoadError(f"model {self.name}: {error}") from error
 
     def _load_checked(self, on_phase: Callable[[str], None]) -> _Checked:
-        wants_prepack = (
-            self.settings.prepack and self.device.type == "cpu" and self.dtype == torch.float32
-        )
+        wants_prepack = self._prepack and self.device.type == "cpu" and self.dtype == torch.float32
         checked = self._try_load(on_phase, prepacked=wants_prepack)
         if checked.finding.reason is not None and wants_prepack:
             reason = checked.finding.reason
@@ -243,7 +218,7 @@ class ModelRunner:
             checked.notes = (*checked.notes, note)
         if checked.finding.reason is not None:
             raise ModelLoadError(
-                f"model {self.settings.name}: the self-check failed packed and padded: "
+                f"model {self.name}: the self-check failed packed and padded: "
                 f"{checked.finding.reason}"
             )
         notes = list(checked.notes)
@@ -256,7 +231,7 @@ class ModelRunner:
         return checked
 
     def _budget(self) -> int:
-        if self.settings.max_batch_tokens is not None:
+        if self.settings.max_batch_tokens != "auto":
             return self.settings.max_batch_tokens
         return CPU_BATCH_TOKENS if self.device.type == "cpu" else CUDA_BATCH_TOKENS
 
@@ -329,7 +304,7 @@ class ModelRunner:
             notes.append(f"linears of shape {shapes} depend on the number of rows")
         names = {value: key for key, value in DTYPES.items()}
         return ModelInfo(
-            name=self.settings.name,
+            name=self.name,
             fingerprint=spec.fingerprint,
             architecture=spec.architecture or type(checked.loaded.model).__name__,
             dtype="bfloat16" if linears.half else names[self.dtype],
@@ -366,13 +341,13 @@ class ModelRunner:
             outcomes = self.forward(pack(items))
         except MemoryError as error:
             raise ModelLoadError(
-                f"model {self.settings.name}: a pack of {budget} tokens does not fit into memory on "
+                f"model {self.name}: a pack of {budget} tokens does not fit into memory on "
                 f"{self.device}; lower `max_batch_tokens` for this model"
             ) from error
         bad = [outcome for outcome in outcomes if isinstance(outcome, EmbedstreamError)]
         if bad:
             raise ModelLoadError(
-                f"model {self.settings.name}: the warm-up pack of {budget} tokens failed: {bad[0]}"
+                f"model {self.name}: the warm-up pack of {budget} tokens failed: {bad[0]}"
             )
 
 

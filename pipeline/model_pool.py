@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
 from gpu.folder.read import ModelLoadError
-from gpu.load import make_runner_factory
+from gpu.load import RunnerFactory
 from pipeline.demo.fetch import ModelFetchError, resolve_model
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.settings.load import ModelSettings, Settings
@@ -146,17 +147,7 @@ async def _factory(
         raise OperatorError(f"models.{name}.path: {error}") from error
     finally:
         abandoned.set()
-    # Every setting of a model reaches the loader under its own name; "auto", None and an empty list
-    # or table mean "as the model folder says" on both sides.
-    given = {
-        field: getattr(model, field)
-        for field in model.__struct_fields__
-        if field not in ("path", "default_for")
-    }
-    try:
-        return make_runner_factory(name, path, offline=False, **given)
-    except ModelLoadError as error:
-        raise OperatorError(str(error), exit_status=ExitStatus.USAGE) from error
+    return RunnerFactory(name, msgspec.structs.replace(model, path=path), offline=False)
 
 
 async def _load(executor: ModelExecutor, name: str) -> Runner:

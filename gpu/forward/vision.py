@@ -25,8 +25,9 @@ from gpu.folder.vision import CLIP
 from gpu.forward.clip import ClipTowers
 from gpu.forward.selfcheck import compare
 from gpu.forward.weights import DTYPES, load_model, pick_device, pick_dtype
-from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, RunnerSettings
+from gpu.model_runner import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from gpu.pooler import finish
+from gpu.settings import ModelSettings
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,
@@ -68,12 +69,15 @@ class VisionRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        settings: RunnerSettings,
+        settings: ModelSettings,
         encoder: Encoder,
         *,
+        name: str,
+        prepack: bool = True,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.spec, self.settings, self.encoder = spec, settings, encoder
+        self.name, self._prepack = name, prepack
         self.device = pick_device(settings.device)
         self.dtype = pick_dtype(settings.dtype, self.device)
         self._vocab_size = int(spec.config["vocab_size"])
@@ -158,7 +162,7 @@ class VisionRunner:
                 batch_invariant=self.settings.batch_invariant,
             )
         except ValueError as error:
-            raise ModelLoadError(f"model {self.settings.name}: {error}") from error
+            raise ModelLoadError(f"model {self.name}: {error}") from error
         made = ClipTowers if self._towers_apart else Qwen2VlTower
         return made(model, self.spec, self.device, backends)
 
@@ -169,9 +173,7 @@ class VisionRunner:
         reference = torch.stack([self._towers.reference(item) for item in items]).float()
         pages = FilePages()
         fp32_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        linears = (
-            prepack(model, pages.release) if fp32_cpu and self.settings.prepack else LinearReport()
-        )
+        linears = prepack(model, pages.release) if fp32_cpu and self._prepack else LinearReport()
         own_memory(model, pages)
         register()
         self._towers.use_packed()
@@ -182,25 +184,21 @@ class VisionRunner:
             alone = torch.cat([self._towers.vectors(pack([item])) for item in batch.items])
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ModelLoadError(
-                f"model {self.settings.name}: the self-check failed: {reason}"
-            ) from error
+            raise ModelLoadError(f"model {self.name}: the self-check failed: {reason}") from error
         if finding.reason is not None:
-            raise ModelLoadError(
-                f"model {self.settings.name}: the self-check failed: {finding.reason}"
-            )
+            raise ModelLoadError(f"model {self.name}: the self-check failed: {finding.reason}")
         return linears, bool(torch.equal(alone, states))
 
     def _describe(
         self, linears: LinearReport, bit_exact: bool, notes: tuple[str, ...]
     ) -> ModelInfo:
         spec, budget = self.spec, self.settings.max_batch_tokens
-        if budget is None:
+        if budget == "auto":
             budget = CPU_BATCH_TOKENS if self.device.type == "cpu" else CUDA_BATCH_TOKENS
         if not bit_exact:
             notes = (*notes, "vectors depend on their neighbours in the last digits")
         return ModelInfo(
-            name=self.settings.name,
+            name=self.name,
             fingerprint=spec.fingerprint,
             architecture=spec.architecture,
             dtype={value: key for key, value in DTYPES.items()}[self.dtype],
@@ -229,9 +227,9 @@ class VisionRunner:
             outcomes = self.forward(pack(items))
         except MemoryError as error:
             raise ModelLoadError(
-                f"model {self.settings.name}: a pack of {budget} tokens does not fit into memory on "
+                f"model {self.name}: a pack of {budget} tokens does not fit into memory on "
                 f"{self.device}; lower `max_batch_tokens` for this model"
             ) from error
         bad = [outcome for outcome in outcomes if isinstance(outcome, EmbedstreamError)]
         if bad:
-            raise ModelLoadError(f"model {self.settings.name}: the warm-up failed: {bad[0]}")
+            raise ModelLoadError(f"model {self.name}: the warm-up failed: {bad[0]}")

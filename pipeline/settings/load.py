@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gpu.settings import ModelSettings
 from pipeline.redact import MASK, is_secret_name, redact
 from pipeline.settings.build import Builder
 from pipeline.settings.contradictions import contradictions
-from pipeline.settings.model import ModelSettings
 from pipeline.settings.records import (
     DEFAULT_ORIGIN,
     AdmissionSettings,
@@ -101,7 +101,7 @@ def load(
 def _with_derived_defaults(
     settings: Settings, default_models: Mapping[str, ModelSettings]
 ) -> Settings:
-    """Defaults that depend on other settings: the demo models, the lane of a Redis source."""
+    """Defaults that depend on other settings: the pool of a command that has one, the lane of a Redis source."""
     origins = dict(settings.origins)
     routes = []
     for i, route in enumerate(settings.routes):

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import msgspec.inspect as mi
 
+from gpu.settings import ModelSettings
 from pipeline.settings.build import fields_of, unwrap
-from pipeline.settings.model import ModelSettings
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import ENVIRONMENT_PREFIX
 from pipeline.transports import options as transport_options

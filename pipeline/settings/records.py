@@ -14,8 +14,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.settings.model import ModelSettings, Record
+from gpu.settings import ModelSettings
 from schemas.requests import Lane, Limits, Task
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every settings table."""
 
 
 class LimitsOverride(Record, frozen=True, kw_only=True):

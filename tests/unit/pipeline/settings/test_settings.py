@@ -12,6 +12,9 @@ import msgspec.inspect as mi
 import pytest
 from hypothesis import given
 
+from actors.admission import LaneBudget
+from actors.egress import PublishPolicy
+from actors.packing import PackingPolicy
 from pipeline.settings import page as settings_doc
 from pipeline.settings import records
 from pipeline.settings.build import LIMITS_META, fields_of, unwrap
@@ -490,14 +493,24 @@ def test_every_setting_is_read_somewhere() -> None:
             assert f".{name}" in sources, f"nothing reads {record.__name__}.{name}"
 
 
-def test_every_setting_of_a_model_is_one_of_the_loader() -> None:
-    """The loader refuses what it does not know: `pipeline.model_pool` passes all but these two on."""
-    from gpu.load import ModelSettings as LoaderSettings
-
-    ours = set(ModelSettings.__struct_fields__) - {"default_for"}
-    assert ours <= set(LoaderSettings.__slots__)
-    # what only code may say: no hub in tests, plain linears in comparisons
-    assert set(LoaderSettings.__slots__) - ours == {"offline", "prepack"}
+def test_a_part_built_by_itself_behaves_as_the_settings_say() -> None:
+    """A benchmark or test that builds a station without settings measures what the service does."""
+    batching, publish = records.BatchingSettings(), records.PublishSettings()
+    packing, publishing = PackingPolicy(max_batch_tokens=1), PublishPolicy()
+    assert packing.max_batch_items == batching.max_batch_items
+    assert packing.linger_s * 1000 == batching.linger_ms
+    assert packing.bulk_floor == batching.bulk_floor
+    assert packing.max_reorder_items == batching.max_reorder_items
+    assert publishing.max_concurrent == publish.max_concurrent
+    assert publishing.attempts == publish.attempts
+    assert publishing.first_backoff_s * 1000 == publish.backoff_ms
+    assert publishing.max_backoff_s * 1000 == publish.max_backoff_ms
+    assert publishing.split_replies == publish.split_replies
+    lane, budget = records.LaneAdmission(), LaneBudget()
+    assert budget.max_requests == lane.max_in_flight_requests
+    assert budget.max_tokens == lane.max_in_flight_tokens
+    assert budget.max_bytes == lane.max_in_flight_bytes
+    assert budget.full_policy == lane.when_full
 
 
 def test_docs_settings_is_what_the_code_says() -> None:

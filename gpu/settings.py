@@ -1,26 +1,23 @@
 """Settings of one model: what an operator may say about it beyond its folder.
 
-Who calls it: `pipeline.settings.records` makes it a table of the settings; `pipeline.model_pool` hands
-every field but `path` and `default_for` to the loader under its own name.
-What must stay true: as in `pipeline.settings.records`; a default of "auto", None or an empty list or
-table means "as the model folder says".
+Who calls it: `pipeline.settings.records` makes it a table of the settings; `gpu.load` and the runners
+read it. The only place where a setting of a model is declared: type, range, meaning, default.
+What must stay true: plain values, no torch; a default of "auto", None or an empty list or table means
+"as the model folder says".
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from gpu.faults import ModelLoadError
 from schemas.requests import Task
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every settings table."""
-
-
-class ModelSettings(Record, frozen=True, kw_only=True):
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`[models.NAME]`: one model of the pool."""
 
     path: Annotated[
@@ -151,3 +148,21 @@ class ModelSettings(Record, frozen=True, kw_only=True):
         bool,
         Meta(description="Load pickled weights (weights only) when there are no safetensors."),
     ] = False
+
+
+def model_settings(given: dict[str, Any]) -> ModelSettings:
+    """Checked settings from plain values; from a file or flags, `pipeline.settings.load` makes them.
+
+    Raises `ModelLoadError` for a setting that makes no sense or does not exist.
+    """
+    known = ModelSettings.__struct_fields__
+    if unknown := sorted(set(given) - set(known)):
+        raise ModelLoadError(
+            f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    try:
+        return msgspec.convert(given, ModelSettings)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`").partition("[")[0]
+        raise ModelLoadError(f"{name} = {given.get(name)!r}: {reason}") from None
