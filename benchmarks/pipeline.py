@@ -37,7 +37,9 @@ from gpu.batch import (
 )
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
-from pipeline.local.servers import ApacheKafka, LocalServer, PackagedKafka, RedisServer
+from pipeline.local.kafka import ApacheKafka, PackagedKafka
+from pipeline.local.redis import RedisServer
+from pipeline.local.server import LocalServer
 from pipeline.observe.metrics import PrometheusMetrics, configure_logging
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import Transport, open_transport, parse_url

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from actors.ports import NoMetrics, PublishError, RecordTooLargeForBroker, SystemClock
-from pipeline.local.servers import ApacheKafka, LocalServerError, PackagedKafka, free_port
+from pipeline.local.kafka import ApacheKafka, PackagedKafka
+from pipeline.local.server import LocalServerError, free_port
 from pipeline.transports import KafkaOptions, open_transport
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.test_kafka_group import assigned, source_of

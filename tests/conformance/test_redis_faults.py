@@ -10,7 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from actors.ports import NoMetrics, PublishError, SystemClock
-from pipeline.local.servers import RedisServer, free_port
+from pipeline.local.redis import RedisServer
+from pipeline.local.server import free_port
 from pipeline.transports import RedisOptions, open_transport
 from pipeline.transports.redis.client import close_client, create_group, make_client
 from pipeline.transports.redis.source import RedisSource

@@ -18,7 +18,7 @@ from gpu.batch import PackedBatch, Runner
 from gpu.faults import DeviceFault
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
-from pipeline.local.servers import free_port
+from pipeline.local.server import free_port
 from pipeline.observe.http import HealthServer
 from pipeline.oneoff import run_inproc
 from pipeline.settings.load import (

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pipeline.lifecycle import ExitStatus
-from pipeline.local.servers import free_port
+from pipeline.local.server import free_port
 from tests.support.models import write_model
 
 ROOT = Path(__file__).parents[2]

@@ -20,13 +20,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.local.servers import (
-    ApacheKafka,
-    LocalServer,
-    LocalServerError,
-    PackagedKafka,
-    RedisServer,
-)
+from pipeline.local.kafka import ApacheKafka, PackagedKafka
+from pipeline.local.redis import RedisServer
+from pipeline.local.server import LocalServer, LocalServerError
 
 _started: list[LocalServer] = []
 

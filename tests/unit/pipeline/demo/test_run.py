@@ -21,7 +21,7 @@ from pipeline.demo.clients import DemoBrokerError
 from pipeline.demo.corpus import Corpus, Document, Question
 from pipeline.demo.run import DemoOptions, run_demo
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.local.servers import LocalServerError
+from pipeline.local.server import LocalServerError
 
 METRICS = """\
 # HELP embedstream_batch_tokens Tokens of a pack.

