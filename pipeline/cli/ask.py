@@ -341,10 +341,11 @@ async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
 
 def _one_off_settings(command: AskCommand) -> Settings:
     """Settings whose pool holds what this command needs, fetched: one model if it is known which."""
+    from gpu.settings import ModelSettings
+    from pipeline.demo.catalog import demo_models
     from pipeline.demo.fetch import ModelFetchError, resolve_model
-    from pipeline.settings.load import ModelSettings
 
-    settings = load_settings(command.config, command.overrides)
+    settings = load_settings(command.config, command.overrides, default_models=demo_models())
     pool = dict(settings.models)
     if command.model is not None:
         name = command.model

@@ -108,7 +108,7 @@ def serve(
 
     \b
     embedstream serve --config service.toml
-    embedstream serve --source redis://localhost:6379/embedstream.requests
+    embedstream serve --source redis://localhost:6379/embedstream.requests --model bge-small-en-v1.5
     embedstream serve -c service.toml --set batching.linger_ms=2 --set log.format=json
     """
     from pipeline.cli.serve import serve as run

@@ -19,6 +19,7 @@ from pipeline.lifecycle import ExitStatus, OperatorError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gpu.settings import ModelSettings
     from pipeline.demo.fetch import Progress
     from pipeline.settings.load import Settings
 
@@ -92,21 +93,19 @@ def load_settings(
     pairs: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     *,
-    demo_models: bool = True,
+    default_models: Mapping[str, ModelSettings] | None = None,
 ) -> Settings:
-    """Settings of a command: file, environment, flags, then --set. Raises `SettingsError`."""
+    """Settings of a command: file, environment, flags, then --set. Raises `SettingsError`.
+
+    default_models: the pool when no source names a model.
+    """
     import os
 
     from pipeline.settings.load import load
 
     overrides: dict[str, Any] = {k: v for k, v in (flags or {}).items() if v is not None}
     overrides.update(parse_overrides(pairs))
-    pool = None
-    if demo_models:
-        from pipeline.local.up import demo_models as packaged_pool
-
-        pool = packaged_pool()
-    return load(overrides, os.environ, config, default_models=pool)
+    return load(overrides, os.environ, config, default_models=default_models)
 
 
 def configure_one_off_logging() -> None:

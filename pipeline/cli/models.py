@@ -37,8 +37,8 @@ def list_() -> int:
 
 def fetch(names: Sequence[str]) -> int:
     """Fetch the named models, or the demo's two; every failure is told."""
+    from pipeline.demo.catalog import demo_models
     from pipeline.demo.fetch import ModelFetchError, ensure_model
-    from pipeline.local.up import demo_models
 
     status = ExitStatus.OK
     for name in names or list(demo_models()):

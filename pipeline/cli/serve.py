@@ -122,7 +122,9 @@ def up(
     for name, port in ports.items():
         if not 0 <= port <= 65_535:
             raise usage_error(f"--{name.replace('_', '-')} {port} is no port: give 0 to 65535")
-    settings = load_settings(config, pairs)
+    from pipeline.demo.catalog import demo_models
+
+    settings = load_settings(config, pairs, default_models=demo_models())
     configure_one_off_logging()
     from pipeline.local.up import UpOptions, run_up
     from pipeline.observe.metrics import PrometheusMetrics

@@ -1,6 +1,7 @@
 """Which models arrive inside packages, where they lie in the wheel, and what has to be written beside them.
 
-Who calls it: `pipeline.demo.fetch`, which downloads, checks and lays out; nothing else.
+Who calls it: `pipeline.demo.fetch`, which downloads, checks and lays out; the commands that offer the
+demo's two models when the settings name none (`up`, `demo`, `embed`, `rerank`; never `serve`).
 What must stay true: plain data; every wheel is pinned by version and by SHA-256, because these are
 small packages by single authors that may change or vanish; `RECIPE` goes up whenever a folder would
 come out differently, so that folders made by an older release are made anew.
@@ -13,7 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu.settings import ModelSettings
+
 RECIPE = 1
+EMBEDDER = "all-MiniLM-L6-v2"
+RERANKER = "ms-marco-MiniLM-L-12-v2"
+
+
+def demo_models() -> dict[str, ModelSettings]:
+    """The pool of `up`, `demo` and one-off questions when the settings name no model."""
+    return {
+        EMBEDDER: ModelSettings(path=EMBEDDER, default_for=("embed",)),
+        RERANKER: ModelSettings(path=RERANKER, default_for=("rerank", "score")),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,7 @@ def _vectrix(folder: str, *, without: tuple[str, ...] = ()) -> dict[str, str]:
 
 CATALOG: tuple[PackagedModel, ...] = (
     PackagedModel(
-        name="all-MiniLM-L6-v2",
+        name=EMBEDDER,
         task="embed",
         summary="384-dimensional sentence embeddings, 6 layers, mean pooling; the demo's embedder",
         hub_id="sentence-transformers/all-MiniLM-L6-v2",
@@ -172,7 +185,7 @@ CATALOG: tuple[PackagedModel, ...] = (
         note="the published float32 weights, byte for byte",
     ),
     PackagedModel(
-        name="ms-marco-MiniLM-L-12-v2",
+        name=RERANKER,
         task="rerank",
         summary="cross-encoder for passage ranking, 12 layers, one score; the demo's reranker",
         hub_id="cross-encoder/ms-marco-MiniLM-L-12-v2",

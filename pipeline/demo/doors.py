@@ -19,9 +19,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.demo.catalog import EMBEDDER, demo_models
 from pipeline.demo.clients import KafkaIndexer, RedisAsker
 from pipeline.lifecycle import ExitStatus, OperatorError
-from pipeline.local.up import EMBEDDER, Addresses, demo_models, read_ready_file
+from pipeline.local.up import Addresses, read_ready_file
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings.load import Settings

@@ -24,21 +24,15 @@ from rich.syntax import Syntax
 
 from actors.ports import Metrics
 from pipeline.app import App
+from pipeline.demo.catalog import demo_models
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, watch_signals
-from pipeline.local.servers import (
-    ApacheKafka,
-    LocalServer,
-    LocalServerError,
-    PackagedKafka,
-    RedisServer,
-    free_port,
-)
+from pipeline.local.kafka import ApacheKafka, PackagedKafka
+from pipeline.local.redis import RedisServer
+from pipeline.local.server import LocalServer, LocalServerError, free_port
 from pipeline.observe.metrics import PrometheusMetrics
-from pipeline.settings.load import ModelSettings, RouteSettings, Settings
+from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import names
 
-EMBEDDER = "all-MiniLM-L6-v2"
-RERANKER = "ms-marco-MiniLM-L-12-v2"
 PARTITIONS = 6
 _WATCH_S = 0.25
 """How soon a dead broker or a dead parent is noticed."""
@@ -81,14 +75,6 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     reply_list_prefix: str = names.REDIS_REPLY_LIST
     models: tuple[str, ...] = ()
     max_batch_tokens: Mapping[str, int] = {}
-
-
-def demo_models() -> dict[str, ModelSettings]:
-    """The pool of `up` and `demo` when the settings name no model."""
-    return {
-        EMBEDDER: ModelSettings(path=EMBEDDER, default_for=("embed",)),
-        RERANKER: ModelSettings(path=RERANKER, default_for=("rerank", "score")),
-    }
 
 
 def up_settings(

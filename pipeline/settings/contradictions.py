@@ -76,7 +76,7 @@ def _route_problems(settings: Settings) -> Iterator[Problem]:
         yield Problem(
             "models",
             "is empty, but there are routes",
-            "add [models.NAME] with a path, or run `embedstream models fetch`",
+            "add [models.NAME] with a path, or pass --model; `embedstream models list` shows packaged ones",
         )
     seen: dict[str, int] = {}
     for i, route in enumerate(settings.routes):

@@ -150,7 +150,7 @@ def test_the_module_and_the_script_are_the_same() -> None:
         (["serve"], ["route", "--source"]),
         (["serve", "--set", "nonsense"], ["--set", "nonsense"]),
         (["serve", "--config", "/nowhere.toml"], ["/nowhere.toml", "--config"]),
-        (["serve", "--source", "redis://:hunter2@h/q?x=1"], ["routes.0.source", "x"]),
+        (["serve", "-m", "m", "--source", "redis://:hunter2@h/q?x=1"], ["routes.0.source", "x"]),
         (["config", "--set", "batching.linger_ms=-1"], ["batching.linger_ms", "0 to 10000"]),
         (["config", "--set", "publish.split_replies=maybe"], ["publish.split_replies", "true"]),
         (["embed", "a", "--out", "/nowhere/x.jsonl", "-o", "jsonl"], ["/nowhere", "--out"]),
@@ -289,16 +289,16 @@ def test_serve_flags_become_routes_and_models(monkeypatch: pytest.MonkeyPatch) -
     assert settings.health.port == 0
 
 
-def test_serve_uses_the_demo_models_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    async def serve(settings: Any) -> int:
-        seen.append(settings)
-        return 0
-
-    monkeypatch.setattr("pipeline.cli.serve._serve", serve)
-    assert main(["serve", "--source", "redis://a/q"]) == 0
-    assert len(seen[0].models) == 2
+@pytest.mark.parametrize("command", [["serve", "--source", "redis://a/q"], ["config"]])
+def test_the_demo_models_are_for_commands_that_try_things_out(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service with a forgotten [models] table must not start on a model that nobody chose."""
+    status = main(command)
+    captured = capsys.readouterr()
+    assert "MiniLM" not in captured.out + captured.err
+    if command[0] == "serve":
+        assert status == 2 and "models: is empty" in captured.err and "--model" in captured.err
 
 
 def test_up_and_demo_get_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
