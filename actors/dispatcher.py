@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer, Selected
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
@@ -44,6 +45,7 @@ class Dispatcher:
         executor: Executor,
         *,
         spawn: Spawn,
+        attempts: Attempts,
         complete: Callable[[InFlight, int, ItemOutcome], None],
         clock: Clock,
         metrics: Metrics,
@@ -52,6 +54,7 @@ class Dispatcher:
         self._coalescer = coalescer
         self._executor = executor
         self._spawn = spawn
+        self._attempts = attempts
         self._complete = complete
         self._clock = clock
         self._metrics = metrics
@@ -86,7 +89,12 @@ class Dispatcher:
     async def _run_batch(self, selected: Selected) -> None:
         self._note_start(selected.entries)
         try:
-            await self._forward(selected.model, selected.entries)
+            for owners in apart(entry.owner for entry in selected.entries):
+                members = set(owners)
+                async with self._attempts.counted(owners):
+                    await self._forward(
+                        selected.model, [e for e in selected.entries if e.owner in members]
+                    )
         except ExecutorDied as error:
             self._died = str(error)
         finally:

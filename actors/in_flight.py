@@ -45,7 +45,7 @@ class InFlightTable:
         twin = self._by_key.get(key)
         if twin is None or twin.failure is not None:
             return None
-        twin.deliveries.append(delivery)
+        twin.join(delivery)
         return twin
 
     def with_id(self, request_id: str) -> list[InFlight]:

@@ -115,7 +115,7 @@ class Ingress:
             self._metrics.count("tombstones_skipped_total", route=self.route.name)
             self._settle(delivery)
             return
-        if delivery.attempt > 1:
+        if delivery.redelivered or delivery.attempt > 1:
             self._metrics.count("redelivered_total", route=self.route.name)
         try:
             request = await self._decode(body, delivery)

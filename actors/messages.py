@@ -78,6 +78,7 @@ class InFlight:
     failure: EmbedstreamError | None = None
     closed: bool = False
     charged_tokens: int = 0
+    redelivered: bool = False
     n_open: int = 0
     first_forward_at: float | None = None
     forward_s: float = 0.0
@@ -88,6 +89,17 @@ class InFlight:
         self.tokens = [0] * n
         self.truncated = [False] * n
         self.n_open = n
+        self.redelivered = any(delivery.redelivered for delivery in self.deliveries)
+
+    @property
+    def suspect(self) -> bool:
+        """Was it in a step that did not come back? It is computed in nobody's company then."""
+        return self.redelivered and any(d.redelivered and d.attempt > 1 for d in self.deliveries)
+
+    def join(self, delivery: Delivery) -> None:
+        """Answer this delivery too: the same request, come again."""
+        self.deliveries.append(delivery)
+        self.redelivered = self.redelivered or delivery.redelivered
 
     def complete(self, index: int, outcome: ItemOutcome) -> bool:
         """Note one item's outcome; true exactly once, when it was the last open one."""

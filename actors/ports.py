@@ -10,7 +10,7 @@ in here, and "dead letter" is no verb: publish to the dead-letter destination, t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +61,9 @@ class Delivery(Protocol):
     key             Kafka key decoded as UTF-8 (replacing), or None
     default_id      request id when neither header nor body names one: Kafka key, else
                     "<topic>-<partition>-<offset>"; Redis entry id; a uuid in process
-    attempt         1-based delivery count, as far as the transport can know
+    attempt         1 plus the attempts that did not come back or were released, as far as the
+                    transport can know
+    redelivered     handed out before, to a process that may have died of it
     received_at     time.monotonic() at receipt
     origin          where it came from, for logs and dead letters:
                     {"transport","topic","partition","offset"} or {"transport","stream","id"}
@@ -78,6 +80,8 @@ class Delivery(Protocol):
     def default_id(self) -> str: ...
     @property
     def attempt(self) -> int: ...
+    @property
+    def redelivered(self) -> bool: ...
     @property
     def received_at(self) -> float: ...
     @property
@@ -135,6 +139,18 @@ class Source(Protocol):
     def stop_intake(self) -> None:
         """No delivery is handed out any more; held ones can still be settled. Fetched but not
         handed-out records go back."""
+        ...
+
+    async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
+        """A step that can kill this process begins with these redelivered records.
+
+        Returns once whoever gets them next would know (`Delivery.attempt` one higher). A broker
+        that does not answer is logged, never raised: the work goes on uncounted.
+        """
+        ...
+
+    async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
+        """The step is over and nobody died: what `attempt_begins` noted does not count."""
         ...
 
     async def flush(self, deadline: Deadline) -> None:

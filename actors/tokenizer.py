@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import structlog
 
+from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer
 from actors.mailbox import Mailbox
 from actors.messages import Entry, InFlight
@@ -45,6 +46,7 @@ class Tokenizer:
         encoder: Encoder,
         coalescer: Coalescer,
         *,
+        attempts: Attempts,
         charge_tokens: Callable[[InFlight, int], None],
         complete: Callable[[InFlight, int, ItemOutcome], None],
         fail: Callable[[InFlight, EmbedstreamError], None],
@@ -55,6 +57,7 @@ class Tokenizer:
         self.model = model
         self._encoder = encoder
         self._coalescer = coalescer
+        self._attempts = attempts
         self._charge_tokens = charge_tokens
         self._complete = complete
         self._fail = fail
@@ -80,8 +83,8 @@ class Tokenizer:
                 n_items += more.request.n_items
             live = [in_flight for in_flight in group if self._is_live(in_flight)]
             small = [one for one in live if one.request.n_items <= SLICE_ITEMS]
-            if small:
-                await self._encode([(one, 0, one.request) for one in small], lane)
+            for together in apart(small):
+                await self._encode([(one, 0, one.request) for one in together], lane)
             for one in live:
                 if one.request.n_items > SLICE_ITEMS:
                     for start in range(0, one.request.n_items, SLICE_ITEMS):
@@ -119,7 +122,8 @@ class Tokenizer:
         started = self._clock.monotonic()
         loop = asyncio.get_running_loop()
         requests = [request for _, _, request in parts]
-        encoded = await loop.run_in_executor(self._thread, self._encoder.encode, requests)
+        async with self._attempts.counted(in_flight for in_flight, _, _ in parts):
+            encoded = await loop.run_in_executor(self._thread, self._encoder.encode, requests)
         self._metrics.observe(
             "tokenize_seconds", self._clock.monotonic() - started, model=self.model
         )

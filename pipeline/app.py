@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from actors.admission import Admission, LaneBudget
+from actors.attempts import Attempts
 from actors.coalescer import Coalescer
 from actors.dispatcher import Dispatcher, ExecutorDied
 from actors.egress import Egress, PublishPolicy
@@ -154,6 +155,7 @@ class App:
         settings, clock, metrics = self.settings, self.clock, self.metrics
         admission = Admission({lane: _lane_budget(settings, lane) for lane in LANES})
         table = self.table = InFlightTable(admission)
+        attempts = Attempts()
         egress = self._egress = Egress(
             table,
             self.models,
@@ -178,6 +180,7 @@ class App:
             coalescer,
             loaded.executor,
             spawn=supervisor.spawn,
+            attempts=attempts,
             complete=egress.complete,
             clock=clock,
             metrics=metrics,
@@ -187,6 +190,7 @@ class App:
                 name,
                 runner.encoder,
                 coalescer,
+                attempts=attempts,
                 charge_tokens=table.charge_tokens,
                 complete=egress.complete,
                 fail=egress.fail,

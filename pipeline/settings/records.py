@@ -191,7 +191,7 @@ class AttemptsSettings(Record, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1000,
-            description="Deliveries of one record before it is dead-lettered as `failed`.",
+            description="Attempts of one record that did not come back, or whose reply could not be published, before it is dead-lettered as `failed`.",
         ),
     ] = 5
 

@@ -29,7 +29,7 @@ from actors.ports import (
     SystemClock,
 )
 from pipeline.transports import names
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery, UncountedAttempts
 from pipeline.transports.options import FileOptions
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ class LineSplitter:
         return line.removesuffix(b"\r")
 
 
-class FileSource:
+class FileSource(UncountedAttempts):
     """`actors.ports.Source` over the lines of one file, pipe or standard input."""
 
     def __init__(

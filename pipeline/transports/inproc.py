@@ -27,7 +27,7 @@ from actors.ports import (
     SystemClock,
 )
 from pipeline.transports import names
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery, UncountedAttempts
 from pipeline.transports.options import InprocOptions, name_error
 
 
@@ -232,7 +232,7 @@ def broker_for(options: InprocOptions) -> InprocBroker:
     return broker
 
 
-class InprocSource:
+class InprocSource(UncountedAttempts):
     """`actors.ports.Source` over an `InprocBroker`."""
 
     def __init__(

@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from actors.ports import Delivery, SourceClosed
@@ -44,6 +44,7 @@ class HeldDelivery:
         "key",
         "origin",
         "received_at",
+        "redelivered",
         "size_bytes",
         "token",
     )
@@ -60,6 +61,7 @@ class HeldDelivery:
         received_at: float,
         origin: Mapping[str, str | int],
         attempt: int = 1,
+        redelivered: bool = False,
         epoch: int = 0,
         damage: str | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class HeldDelivery:
         self.received_at = received_at
         self.origin = origin
         self.attempt = attempt
+        self.redelivered = redelivered
         self.epoch = epoch
         self.damage = damage
         self.size_bytes = len(body or b"") + sum(len(k) + len(v) for k, v in headers.items())
@@ -109,6 +112,16 @@ class HeldDelivery:
         return (
             f"HeldDelivery({dict(self.origin)}, attempt={self.attempt}, {self._outcome or 'held'})"
         )
+
+
+class UncountedAttempts:
+    """For sources that hand a record out again only while this process lives."""
+
+    async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
+        """Nobody else would get them."""
+
+    async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Nothing was noted."""
 
 
 class HandOff:

@@ -195,7 +195,8 @@ async def test_start_of_a_new_group(harness: RedisHarness, start: str, expected:
 
 
 async def test_killed_process_is_taken_over(harness: RedisHarness) -> None:
-    """F04, F08: SIGKILL between read and acknowledge: handed to us after claim_idle, attempt 2."""
+    """F04, F08: SIGKILL between read and acknowledge: handed to us after claim_idle, not
+    as another attempt: it was never in a forward that did not come back (K39)."""
     for i in range(5):
         await harness.produce(b"%d" % i)
     url = f"redis://{harness.server.address}/{harness.stream}?group={harness.group}&block_ms=200"
@@ -205,7 +206,7 @@ async def test_killed_process_is_taken_over(harness: RedisHarness) -> None:
     async with running(harness.options(claim_idle_ms=500, claim_interval_ms=100)) as transport:
         got = await collect(transport.source, 5)
         assert sorted(d.body or b"" for d in got) == [b"%d" % i for i in range(5)]
-        assert {d.attempt for d in got} == {2}
+        assert {(d.attempt, d.redelivered) for d in got} == {(1, True)}
         await flushed(transport.source)
         assert await harness.unsettled() == 0
 
@@ -222,7 +223,7 @@ async def test_same_consumer_name_resumes_its_own(harness: RedisHarness) -> None
         await process.kill()
     async with running(harness.options(consumer="fixed", claim_idle_ms=60_000)) as transport:
         (delivery,) = await collect(transport.source, 1)
-        assert (delivery.body, delivery.attempt) == (b"a", 2)
+        assert (delivery.body, delivery.attempt, delivery.redelivered) == (b"a", 1, True)
 
 
 async def test_long_work_keeps_its_lease(harness: RedisHarness) -> None:
@@ -458,7 +459,7 @@ async def test_dead_consumers_are_removed(harness: RedisHarness) -> None:
     options = harness.options(claim_idle_ms=200, claim_interval_ms=20, block_ms=50)
     async with running(options) as transport:
         (delivery,) = await collect(transport.source, 1)
-        assert delivery.attempt == 2
+        assert (delivery.attempt, delivery.redelivered) == (1, True)
         async with asyncio.timeout(WAIT_S):
             while len(await harness.redis.xinfo_consumers(harness.stream, harness.group)) > 1:
                 await asyncio.sleep(0.02)

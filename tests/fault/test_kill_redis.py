@@ -17,12 +17,12 @@ import redis.asyncio as aioredis
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import fake_ids, fake_vector
-from tests.support.processes import service_process
+from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo, unique
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
-CLAIM = "claim_idle_ms=1500&claim_interval_ms=200&block_ms=200"
+CLAIM = "claim_idle_ms=800&claim_interval_ms=100&block_ms=200"
 
 
 class Bench:
@@ -150,3 +150,56 @@ async def test_a_request_must_not_write_to_arbitrary_keys(bench: Bench, tmp_path
             assert isinstance(reply, FailureReply)
             assert reply.error.code == "forbidden_destination"
     assert not await bench.client.exists("session:admin")
+
+
+async def letters(bench: Bench) -> list[str]:
+    """Request ids of the dead letters that came from this stream."""
+    found = await bench.client.xrange("embedstream.dead-letters")
+    return [
+        fields[b"request-id"].decode()
+        for _, fields in found
+        if bench.stream.encode() in fields[b"embedstream-origin"]
+    ]
+
+
+async def test_a_record_that_kills_the_process_is_given_up_and_its_neighbours_are_answered(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """K39: the poison ends in a dead letter after its attempts, each of the 60 beside it is answered."""
+    records = requests(60)
+    poison = msgpack.packb({"id": "poison", "input": "poison"})
+    config = bench.config(poison="poison", forward_s=0.002, max_batch_tokens=256)
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    await bench.client.xadd(bench.stream, {"data": poison})
+    await bench.send(records)
+    lives = 0
+    while "poison" not in await letters(bench):
+        lives += 1
+        assert lives <= 8, "the poison is never given up"
+        service = ServiceProcess(config, tmp_path, f"life{lives}")
+        try:
+            while service.process.poll() is None and "poison" not in await letters(bench):
+                await asyncio.sleep(0.02)
+        finally:
+            service.close()
+    with service_process(config, tmp_path, "last"):
+        await bench.collect(set(records), seen, kept)
+    assert set(await letters(bench)) == {"poison"}
+
+
+async def test_kills_from_outside_give_up_nobody(bench: Bench, tmp_path: Path) -> None:
+    """K39: seven kill -9 in a row with 400 waiting; what was only handed out was never tried."""
+    records = requests(400)
+    config = bench.config(forward_s=0.05)
+    await bench.send(records)
+    for life in range(7):
+        with service_process(config, tmp_path, f"life{life}") as service:
+            while (await bench.client.xpending(bench.stream, "g"))["pending"] == 0:
+                await asyncio.sleep(0.01)
+            service.kill()
+    seen: Counter[str] = Counter()
+    kept: dict[str, Reply] = {}
+    with service_process(bench.config(), tmp_path, "last"):
+        await bench.collect(set(records), seen, kept)
+    assert await letters(bench) == []

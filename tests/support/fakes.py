@@ -159,6 +159,7 @@ class FakeDelivery:
     key: str | None = None
     default_id: str = "delivery-1"
     attempt: int = 1
+    redelivered: bool = False
     received_at: float = 0.0
     origin: Mapping[str, str | int] = field(default_factory=lambda: {"transport": "fake"})
     damage: str | None = None

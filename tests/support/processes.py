@@ -58,6 +58,13 @@ class ServiceProcess:
         """Its exit status."""
         return self.process.wait(timeout_s)
 
+    def close(self) -> None:
+        """Gone, and its pipe closed."""
+        if self.process.poll() is None:
+            self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
 
 @contextmanager
 def service_process(
@@ -69,7 +76,4 @@ def service_process(
         service.wait_ready()
         yield service
     finally:
-        if service.process.poll() is None:
-            service.kill()
-        assert service.process.stdout is not None
-        service.process.stdout.close()
+        service.close()

@@ -2,13 +2,15 @@
 
 Called as ``python -m tests.support.service_main CONFIG.json``; prints one line ``ready`` when it is.
 CONFIG: {"routes": [{"name", "source", "lane"}], "forward_s": seconds per batch, "drain_budget_s",
-"health_port"}. The model is the fake one: what is tested here is delivery, not numbers.
+"health_port", "poison": a text whose presence in a batch kills the process}. The model is the fake one: what is tested here is delivery, not numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,14 +22,18 @@ from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal, watch_signals
 from pipeline.settings.load import HealthSettings, LifecycleSettings, RouteSettings, Settings
-from tests.support.fakes import FakeRunner
+from tests.support.fakes import FakeRunner, fake_ids
 
 
 def build(config: dict[str, Any]) -> App:
     """The app of one config."""
     forward_s = float(config.get("forward_s", 0.0))
 
+    poison = fake_ids(config["poison"])[0] if "poison" in config else None
+
     def slow(batch: PackedBatch) -> None:
+        if poison is not None and poison in batch.input_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(forward_s)
 
     runner = FakeRunner(

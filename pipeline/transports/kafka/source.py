@@ -31,7 +31,7 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery, UncountedAttempts
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
@@ -77,7 +77,7 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
             self._source.on_assigned(set(assigned))
 
 
-class KafkaSource:
+class KafkaSource(UncountedAttempts):
     """`actors.ports.Source` over one aiokafka consumer, replaced when it breaks."""
 
     def __init__(

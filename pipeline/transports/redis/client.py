@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 MIN_VERSION = (6, 2)
 """XAUTOCLAIM, and XTRIM/XADD with `~`, came with Redis 6.2."""
 _POOL_WAIT_S = 20.0
-_RAW_REPLIES = ("XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING")
+_RAW_REPLIES = ("XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING", "XRANGE")
 """redis-py's own parsing of these differs between its versions; `redis_group` reads them."""
 
 

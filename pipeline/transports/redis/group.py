@@ -62,9 +62,10 @@ def parse_read(reply: Any) -> list[Entry]:
     return [parse_entry(raw) for _, entries in pairs for raw in entries]
 
 
-def parse_claim(reply: Any) -> tuple[str, list[Entry]]:
-    """Reply of XAUTOCLAIM: (next cursor, entries). A third element lists ids already removed."""
-    return reply[0].decode(), [parse_entry(raw) for raw in reply[1] if raw is not None]
+def parse_claim(reply: Any) -> tuple[str, list[str], list[str]]:
+    """Reply of XAUTOCLAIM with JUSTID: next cursor, ids, ids already removed (none before 7.0)."""
+    ids = [entry.decode() for entry in reply[1] if entry]
+    return reply[0].decode(), ids, [entry.decode() for entry in reply[2]] if reply[2:] else []
 
 
 class GroupCommands:
@@ -93,17 +94,23 @@ class GroupCommands:
         return [row[0].decode() for row in rows]
 
     async def fetch(self, entries: list[str]) -> tuple[list[Entry], dict[str, int]]:
-        """Pending entries of ours that never reached us, and their delivery counts (raised by one).
+        """Pending entries and their counts, which this does not raise; only those still ours.
 
         One that was deleted from the stream has no fields.
         """
-        reply = await self._client.execute_command(
-            "XCLAIM", self._stream, self._group, self._consumer, 0, *entries
-        )
-        found = {entry.id: entry for raw in reply if raw for entry in [parse_entry(raw)]}
-        counts = await self.delivery_counts(entries)
-        counts = {entry: counts.get(entry, 1) for entry in entries}
-        return [found.get(entry, Entry(entry, None)) for entry in entries], counts
+        pending = await self._pending(entries)
+        counts = {e: n for e, (owner, n) in pending.items() if owner == self._consumer}
+        if not counts:
+            return [], {}
+        async with self._client.pipeline(transaction=False) as pipe:
+            for entry in counts:
+                pipe.execute_command("XRANGE", self._stream, entry, entry)
+            replies = await pipe.execute()
+        found = [
+            parse_entry(rows[0]) if rows else Entry(entry, None)
+            for entry, rows in zip(counts, replies, strict=True)
+        ]
+        return found, counts
 
     async def settle(self, entries: list[str]) -> None:
         """XACK and XDEL in one transaction: acknowledged entries do not pile up."""
@@ -119,11 +126,15 @@ class GroupCommands:
         )
         return {entry.decode() for entry in reply}
 
-    async def claim_idle(self, cursor: str, count: int) -> tuple[str, list[Entry]]:
-        """Take over up to `count` entries idle for `claim_idle_ms`; raises their delivery counts."""
+    async def claim_idle(self, cursor: str, count: int) -> tuple[str, list[str], list[str]]:
+        """Take over up to `count` entries idle for `claim_idle_ms`; their counts stay.
+
+        Returns the next cursor, what is ours now, and the ids that the server found deleted from
+        the stream and forgot by itself (Redis 7 and later).
+        """
         reply = await self._client.execute_command(
             "XAUTOCLAIM", self._stream, self._group, self._consumer,
-            self._options.claim_idle_ms, cursor, "COUNT", count,
+            self._options.claim_idle_ms, cursor, "COUNT", count, "JUSTID",
         )  # fmt: skip
         return parse_claim(reply)
 
@@ -135,11 +146,10 @@ class GroupCommands:
             for entry in entries:
                 pipe.execute_command("XPENDING", self._stream, self._group, entry, entry, 1)
             replies = await pipe.execute()
-        return {row[0].decode(): (row[1].decode(), int(row[3])) for rows in replies for row in rows}
-
-    async def delivery_counts(self, entries: list[str]) -> dict[str, int]:
         return {
-            entry: max(1, count) for entry, (_, count) in (await self._pending(entries)).items()
+            row[0].decode(): (row[1].decode(), max(1, int(row[3])))
+            for rows in replies
+            for row in rows
         }
 
     async def owned(self, entries: list[str]) -> set[str]:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -169,6 +170,20 @@ class RedisSource:
             not self._fault, self._fault, in_flight=max(0, in_flight), buffered=buffered
         )
 
+    async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
+        await self._write_counts(deliveries, 1)
+
+    async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
+        await self._write_counts(deliveries, 0)
+
+    async def _write_counts(self, deliveries: Sequence[Delivery], more: int) -> None:
+        """The server's delivery count of an entry is the number of its next attempt."""
+        held = [d for d in deliveries if isinstance(d, HeldDelivery) and d.epoch == self._epoch]
+        try:
+            await self._commands.set_counts({_id(d): d.attempt + more for d in held})
+        except _TROUBLE as error:
+            log.warning("attempts_not_counted", entries=len(held), error=type(error).__name__)
+
     # --- outcomes -------------------------------------------------------------------------------
 
     def on_settle(self, delivery: HeldDelivery) -> None:
@@ -258,9 +273,7 @@ class RedisSource:
             self._replay_from = None
             return
         self._replay_from = page[-1]
-        lost = [entry for entry in page if not self._knows(entry)]
-        if lost:
-            self._take_over(*await self._commands.fetch(lost))
+        await self._take_over([entry for entry in page if not self._knows(entry)])
 
     def _room(self) -> int:
         if self._hand_off.paused or self._hand_off.closed:
@@ -270,16 +283,30 @@ class RedisSource:
         room = self._options.max_in_flight - len(self._held) - len(self._settled)
         return max(0, min(room, self._options.max_receive))
 
-    def _take_over(self, entries: list[Entry], counts: dict[str, int]) -> None:
-        """Hand out pending entries; those deleted from the stream only need their XACK."""
-        for entry in entries:
-            if entry.fields is None and entry.id in counts:
-                self._settled[entry.id] = None
-                self._tick.set()
-        fresh = [e for e in entries if e.fields is not None and e.id in counts]
-        self._hand_out([(entry, counts[entry.id]) for entry in fresh])
+    async def _take_over(self, ids: list[str]) -> None:
+        """Hand out entries that are pending for us; one deleted from the stream only needs its XACK."""
+        if not ids:
+            return
+        entries, counts = await self._commands.fetch(ids)
+        gone = [entry.id for entry in entries if entry.fields is None]
+        self._settled.update(dict.fromkeys(gone))
+        self._note_gone(gone)
+        there = [(entry, counts[entry.id]) for entry in entries if entry.fields is not None]
+        self._hand_out(there, redelivered=True)
 
-    def _hand_out(self, entries: list[tuple[Entry, int]]) -> None:
+    def _note_gone(self, entries: list[str]) -> None:
+        """Requests that somebody deleted or trimmed before they were answered."""
+        if entries:
+            self._tick.set()
+            self._metrics.count("source_records_gone_total", len(entries), transport="redis")
+            log.warning(
+                "redis_entries_gone",
+                stream=self._options.stream,
+                entries=len(entries),
+                first=entries[0],
+            )
+
+    def _hand_out(self, entries: list[tuple[Entry, int]], *, redelivered: bool = False) -> None:
         if not entries:
             return
         now = self._clock.monotonic()
@@ -299,6 +326,7 @@ class RedisSource:
                 received_at=now,
                 origin={"transport": "redis", "stream": self._options.stream, "id": entry.id},
                 attempt=attempt,
+                redelivered=redelivered,
                 epoch=self._epoch,
             )
             self._held[_key(delivery)] = delivery
@@ -415,14 +443,14 @@ class RedisSource:
         room = min(self._room(), _CLAIM_BATCH)
         if not room:
             return
-        self._claim_cursor, entries = await self._commands.claim_idle(self._claim_cursor, room)
-        lost = [entry for entry in entries if not self._knows(entry.id)]
+        self._claim_cursor, ids, gone = await self._commands.claim_idle(self._claim_cursor, room)
+        self._note_gone(gone)
+        lost = [entry for entry in ids if not self._knows(entry)]
         if not lost:
             return
-        counts = await self._commands.delivery_counts([entry.id for entry in lost])
         self._metrics.count("source_claimed_total", len(lost), transport="redis")
         log.info("redis_claimed", stream=self._options.stream, entries=len(lost))
-        self._take_over(lost, counts)
+        await self._take_over(lost)
 
     async def _remove_dead_consumers(self) -> None:
         idle_ms = max(_DEAD_AFTER_IDLES * self._options.claim_idle_ms, 3 * self._options.block_ms)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
+from actors.attempts import Attempts
 from actors.coalescer import Coalescer
 from actors.dispatcher import Dispatcher, ExecutorDied
 from actors.messages import Entry, InFlight
@@ -43,6 +44,7 @@ class Harness:
             self.coalescer,
             self.executor,
             spawn=self.supervisor.spawn,
+            attempts=Attempts(),
             complete=self._complete,
             clock=clock,
             metrics=self.metrics,
