@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.support.case_legend import GROUPS, LEGEND
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = re.compile(r"\b([A-J]\d{2})(?:\s*[-–]\s*([A-J]?)(\d{2}))?\b")
+CASE = re.compile(r"\b([A-K]\d{2})(?:\s*[-–]\s*([A-K]?)(\d{2}))?\b")
 
 
 def _expand(spec: str) -> list[str]:
