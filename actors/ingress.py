@@ -13,32 +13,27 @@ import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from actors.admission import Accept, Admission, Reject
 from actors.egress import Egress
 from actors.in_flight import InFlightTable
-from actors.messages import InFlight, Outgoing, Route
+from actors.messages import InFlight, Outgoing
 from actors.ports import Clock, Delivery, Metrics, SourceClosed
+from actors.route import Decoded, Refusal, Route
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo
-from schemas.codec import decode_request
 from schemas.errors import (
     Cancelled,
     EmbedstreamError,
-    ForbiddenDestination,
     Internal,
+    InvalidRequest,
     UndecodableRecord,
 )
 from schemas.requests import AnyRequest, CancelRequest
 
 log = structlog.get_logger(__name__)
-
-OFF_LOOP_BYTES = 128 * 1024
-"""Records above this are decoded in a thread: 1 MB of JSON takes some 10 ms, and the event loop
-also sends Kafka's heartbeats (bug log E03)."""
 
 _LONGEST_WAIT_S = 3600.0  # of one look; a deadline may be any number
 
@@ -66,7 +61,6 @@ class Ingress:
         self._egress = egress
         self._clock = clock
         self._metrics = metrics
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"decode-{route.name}")
         self._held: deque[Delivery] = deque()
         self._current: Delivery | None = None
         self.closed = asyncio.Event()
@@ -80,6 +74,7 @@ class Ingress:
                 except SourceClosed:
                     self.closed.set()
                     return
+                await self._look_ahead()
                 while self._held:
                     self._current = self._held.popleft()
                     await self._accept_guarded(self._current)
@@ -89,6 +84,12 @@ class Ingress:
                 self._held.appendleft(self._current)
             while self._held:
                 self._held.popleft().release("stopped before admission")
+
+    async def _look_ahead(self) -> None:
+        try:
+            await self.route.decoder.look_ahead(self._held)
+        except Exception as error:  # noqa: BLE001  boundary: each record is decoded without it
+            log.warning("look_ahead_failed", route=self.route.name, error_type=type(error).__name__)
 
     async def _accept_guarded(self, delivery: Delivery) -> None:
         try:
@@ -106,68 +107,52 @@ class Ingress:
             )
 
     async def _accept(self, delivery: Delivery) -> None:
-        body = delivery.body
         if delivery.damage is not None:
             await self._refuse(delivery, UndecodableRecord(delivery.damage), letter=True)
-            return
-        if body is None:
-            # A tombstone asks an index to delete; a request/reply route has nothing to delete.
-            self._metrics.count("tombstones_skipped_total", route=self.route.name)
-            self._settle(delivery)
             return
         if delivery.redelivered or delivery.attempt > 1:
             self._metrics.count("redelivered_total", route=self.route.name)
         try:
-            request = await self._decode(body, delivery)
+            decoded = await self.route.decoder.decode(delivery)
         except EmbedstreamError as error:
             await self._refuse(delivery, error, letter=isinstance(error, UndecodableRecord))
             return
+        if decoded is None:
+            if delivery.body is None:
+                self._metrics.count("tombstones_skipped_total", route=self.route.name)
+            self._settle(delivery)
+            return
+        request = decoded.request
         if isinstance(request, CancelRequest):
             self._cancel(request.id)
             self._settle(delivery)
             return
         if delivery.attempt > self.route.max_attempts:
-            await self._refuse(
-                delivery,
-                Internal(
-                    f"gave up after {self.route.max_attempts} attempts",
-                    limit=self.route.max_attempts,
-                    given=delivery.attempt,
-                ),
-                request=request,
-                letter=True,
+            gave_up = Internal(
+                f"gave up after {self.route.max_attempts} attempts",
+                limit=self.route.max_attempts,
+                given=delivery.attempt,
             )
+            await self._refuse(delivery, gave_up, request=request, letter=True)
             return
-        await self._admit(delivery, request, body)
+        await self._admit(delivery, decoded, request)
 
     def _settle(self, delivery: Delivery) -> None:
         delivery.settle()
         self._current = None
 
-    async def _decode(self, body: bytes, delivery: Delivery) -> AnyRequest | CancelRequest:
-        def decode() -> AnyRequest | CancelRequest:
-            return decode_request(
-                body,
-                delivery.headers,
-                default_id=delivery.default_id,
-                limits=self.route.limits,
-            )
-
-        if len(body) > OFF_LOOP_BYTES:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, decode)
-        return decode()
-
-    async def _admit(self, delivery: Delivery, request: AnyRequest, body: bytes) -> None:
+    async def _admit(self, delivery: Delivery, decoded: Decoded, request: AnyRequest) -> None:
         try:
-            destination = self._destination(request)
+            address = self.route.destination.address(request)
             model = self.route.resolve_model(request, self._infos)
         except EmbedstreamError as error:
             await self._refuse(delivery, error, request=request)
             return
+        body = delivery.body or b""
         # The deadline may stand in a header; all else that counts is in the body or the key.
         digest = hashlib.blake2b(body, digest_size=16, salt=_salt(request.deadline_ms)).digest()
-        join_key = (request.id, self.route.name, destination, digest)
-        if self._table.join(join_key, delivery) is not None:
+        join_key = (request.id, self.route.name, address, digest)
+        if self.route.order == "none" and self._table.join(join_key, delivery) is not None:
             self._current = None  # owned by its twin from here
             self._metrics.count("joined_duplicates_total", route=self.route.name)
             return
@@ -187,16 +172,22 @@ class Ingress:
             route=self.route,
             model=model,
             lane=lane,
-            destination=destination,
+            address=address,
             admitted_at=self._clock.monotonic(),
             cost_bytes=len(body),
             deliveries=[delivery],
             join_key=join_key,
             labels=self._infos[model].labels,
+            payload=decoded.payload,
+            ticket=self._egress.line_up(self.route, self.route.order_key(delivery, decoded)),
         )
         self._table.add(in_flight)
         self._current = None  # owned by the table from here
-        await self._tokenizers[model].put(in_flight)
+        if request.n_items:
+            await self._tokenizers[model].put(in_flight)
+        else:
+            in_flight.closed = True
+            self._egress.send(in_flight)
 
     async def _wait_for_room(self, reason: str, deadline_ms: int | None) -> None:
         """Until something leaves, or the sender's deadline: it is answered then, not after the jam."""
@@ -214,14 +205,6 @@ class Ingress:
         finally:
             source.resume()
             self._metrics.gauge("source_paused", 0, route=self.route.name)
-
-    def _destination(self, request: AnyRequest) -> str:
-        if request.reply_to is None:
-            return self.route.sink.default_destination(request.id)
-        refusal = self.route.sink.check_destination(request.reply_to)
-        if refusal is not None:
-            raise ForbiddenDestination(refusal, path="$.reply_to")
-        return request.reply_to
 
     def _cancel(self, request_id: str) -> None:
         # Who may write to this source need not be allowed to touch what came in through another.
@@ -244,17 +227,7 @@ class Ingress:
     ) -> None:
         """Answer a record that does not enter, and settle it once the answer is durable."""
         request_id = request.id if request else (error.request_id or delivery.default_id)
-        reply_to = request.reply_to if request else error.reply_to
-        if isinstance(error, ForbiddenDestination):
-            reply_to = None
-        destination: str | None
-        if reply_to is not None and self.route.sink.check_destination(reply_to) is None:
-            destination = reply_to
-        elif isinstance(error, UndecodableRecord):
-            destination = None  # nobody readable asked: the dead letter is the answer
-        else:
-            destination = self.route.sink.default_destination(request_id)
-        undecodable = isinstance(error, UndecodableRecord)
+        address = self.route.destination.address_of_failure(delivery, error, request)
         log.info(
             "request_refused",
             route=self.route.name,
@@ -262,28 +235,42 @@ class Ingress:
             path=error.path,
             **delivery.origin,
         )
-        await self._egress.refuse(
-            Outgoing(
-                route=self.route,
-                deliveries=[delivery],
-                in_flight=None,
-                request_id=request_id,
-                outcome=error.code,
-                destination=destination,
-                failure=error,
+        unprocessable = isinstance(error, UndecodableRecord)
+        if address is None and not letter:
+            # Nobody can be told: what may pass later comes again, all else is a dead letter.
+            if error.retryable:
+                delivery.release(error.code)
+                self._current = None
+                return
+            letter, unprocessable = True, isinstance(error, InvalidRequest)
+        refusal = None
+        if address is not None:
+            refusal = Refusal(
+                id=request_id,
+                error=error,
+                address=address,
                 content_type=(request.content_type if request else error.content_type)
                 or "application/msgpack",
                 metadata=request.metadata if request else error.metadata,
                 traceparent=request.traceparent if request else None,
+            )
+        await self._egress.refuse(
+            Outgoing(
+                route=self.route,
+                deliveries=[delivery],
+                request_id=request_id,
+                outcome=error.code,
+                refusal=refusal,
                 dead_letter=error if letter else None,
-                dead_letter_kind="unprocessable" if undecodable else "failed",
+                dead_letter_kind="unprocessable" if unprocessable else "failed",
+                ticket=self._egress.line_up(self.route, self.route.order_key(delivery)),
             )
         )
         self._current = None  # owned by egress from here
 
     def close(self) -> None:
-        """Stop the decode thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Stop the decoder's threads."""
+        self.route.decoder.close()
 
 
 def _salt(deadline_ms: int | None) -> bytes:

@@ -1,9 +1,8 @@
 """What the stations hand to each other, and who sends what to whom.
 
-    Route                    built by `pipeline.app`, read by every station
     InFlight                 ingress -> tokenizer: one admitted request, alive until it is settled
     Entry                    tokenizer -> coalescer: one encoded item of an in-flight request
-    Outgoing                 ingress | egress bookkeeping -> publisher: one reply or dead letter
+    Outgoing                 ingress | egress bookkeeping -> publisher: what leaves, and what to settle
 
 What must stay true: an `InFlight` collects exactly one outcome per item; whoever completes the last
 one hands the request to egress, once; after that the object is `closed` and later outcomes are
@@ -12,64 +11,35 @@ ignored (an expired request whose items still run).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.ports import Delivery, Sink, Source
-from gpu.batch import EncodedItem, ItemOutcome, ModelInfo
-from schemas.errors import ContentType, EmbedstreamError, UnknownModel
+from actors.ordering import Ticket
+from actors.ports import Delivery
+from actors.route import Refusal, Route
+from gpu.batch import EncodedItem, ItemOutcome
+from schemas.errors import EmbedstreamError
 from schemas.headers import DeadLetterKind
-from schemas.requests import AnyRequest, Lane, Limits, Task
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """Where work comes from, which model, where results go.
-
-    `models` maps a task to the model used when the request names none.
-    """
-
-    name: str
-    lane: Lane
-    source: Source
-    sink: Sink
-    models: Mapping[Task, str]
-    limits: Limits = field(default_factory=Limits)
-    max_attempts: int = 5
-
-    def resolve_model(self, request: AnyRequest, known: Mapping[str, ModelInfo]) -> str:
-        """The name of the model that answers `request`. Raises `UnknownModel`."""
-        name = request.model if request.model is not None else self.models.get(request.task)
-        if name is None:
-            raise UnknownModel(
-                f"no model is configured for task {request.task!r} on this route; "
-                f"name one of: {', '.join(sorted(known)) or 'none loaded'}",
-                path="$.model",
-            )
-        if name not in known:
-            raise UnknownModel(
-                f"no loaded model has that name; known: {', '.join(sorted(known))}",
-                path="$.model",
-            )
-        return name
+from schemas.requests import AnyRequest, Lane
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
     """One admitted request: its deliveries, its outcomes, what was charged for it.
 
-    Times are `Clock.monotonic()` seconds.
+    Its destination reads it as `actors.route.Finished`. Times are `Clock.monotonic()` seconds.
     """
 
     request: AnyRequest
     route: Route
     model: str
     lane: Lane
-    destination: str
+    address: str
     admitted_at: float
     cost_bytes: int
     deliveries: list[Delivery]
     join_key: tuple[str, str, str, bytes]
+    payload: object = None
+    ticket: Ticket[Outgoing] | None = None
     outcomes: list[ItemOutcome | None] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
@@ -141,20 +111,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """Records to publish in order, and the deliveries to settle when all are durable.
+    """What leaves, and the deliveries to settle when all of it is durable.
 
-    `in_flight` is set for admitted requests, whose budgets are refunded afterwards.
+    in_flight: an admitted request, whose budgets are refunded afterwards. refusal: the answer to a
+    record that was not admitted. Neither: only the dead letter. outcome: "ok", "partial" or an error
+    code, the metric's label. ticket: the place in its line, on an ordered route.
     """
 
     route: Route
     deliveries: list[Delivery]
-    in_flight: InFlight | None
     request_id: str
-    outcome: str  # "ok", "partial" or an error code: the metric's label
-    destination: str | None = None  # None: nothing to reply, only the dead letter
-    failure: EmbedstreamError | None = None
-    content_type: ContentType = "application/msgpack"
-    metadata: Mapping[str, object] | None = None
-    traceparent: str | None = None
+    outcome: str
+    in_flight: InFlight | None = None
+    refusal: Refusal | None = None
     dead_letter: EmbedstreamError | None = None
     dead_letter_kind: DeadLetterKind = "failed"
+    ticket: Ticket[Outgoing] | None = None

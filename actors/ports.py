@@ -1,7 +1,7 @@
 """The protocols that actors need from the outside: transports, clock, metrics.
 
-Who calls it: ingress talks to a `Source` and its `Delivery` objects, egress to a `Sink`;
-`pipeline/transports/` implements them; tests implement them in memory.
+Who calls it: ingress talks to a `Source` and its `Delivery` objects; egress and the reply destination
+to a `Sink`; `pipeline/transports/` implements them; tests implement them in memory.
 What must stay true: nine verbs on three objects. `settle` and `release` only mark (sync,
 idempotent, first call wins); the transport batches the commit. Commit-up-to semantics never leak
 in here, and "dead letter" is no verb: publish to the dead-letter destination, then settle.
@@ -20,11 +20,17 @@ class SourceClosed(Exception):
 
 
 class PublishError(Exception):
-    """The broker did not take a record. `retryable` says whether the same record may pass later."""
+    """The other side did not take a write.
 
-    def __init__(self, message: str, *, retryable: bool) -> None:
+    retryable: the same write may pass later. retry_after_s: how long the other side asked to wait.
+    """
+
+    def __init__(
+        self, message: str, *, retryable: bool, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 class RecordTooLargeForBroker(PublishError):
@@ -34,6 +40,14 @@ class RecordTooLargeForBroker(PublishError):
         super().__init__(message, retryable=False)
         self.limit_bytes = limit_bytes
         self.given_bytes = given_bytes
+
+
+class GaveUp(Exception):
+    """A write was tried for the last time. `permanent`: it would never pass."""
+
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        super().__init__(message)
+        self.permanent = permanent
 
 
 class Deadline:

@@ -1,6 +1,6 @@
 """Building a reply from a request and its outcomes. Pure.
 
-Who calls it: egress, once per in-flight request.
+Who calls it: the reply destination, once per request.
 What must stay true: result i belongs to item i of the request; errors sit at their index; the
 reply is a function of request, outcomes and model alone except for `timings`; arrays arrive as
 finite float32 and leave as little-endian bytes of the asked dtype.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.messages import InFlight
+from actors.route import Finished
 from gpu.batch import Float32, ItemOutcome, ItemResult, ModelInfo
 from schemas.errors import EmbedstreamError, Internal, NonFinite
 from schemas.requests import ClassifyRequest, DType, EmbedRequest, RerankRequest
@@ -49,16 +49,16 @@ def quantize(vector: Float32, dtype: DType) -> tuple[bytes, float | None]:
 
 
 def build_reply(
-    in_flight: InFlight, info: ModelInfo, *, now: float, received_at: float
+    finished: Finished, info: ModelInfo, *, now: float, received_at: float
 ) -> Reply | FailureReply:
     """The whole reply. `now` and `received_at` are monotonic seconds, for `timings` only."""
-    request = in_flight.request
-    if in_flight.failure is not None:
-        return FailureReply(id=request.id, error=in_flight.failure, metadata=request.metadata)
+    request = finished.request
+    if finished.failure is not None:
+        return FailureReply(id=request.id, error=finished.failure, metadata=request.metadata)
     items = [
-        _item_reply(in_flight, index, outcome) for index, outcome in enumerate(in_flight.outcomes)
+        _item_reply(finished, index, outcome) for index, outcome in enumerate(finished.outcomes)
     ]
-    prompt_tokens = sum(in_flight.tokens)
+    prompt_tokens = sum(finished.tokens)
     if isinstance(request, RerankRequest):
         items = _ranked(items, request)
     dimensions = normalized = dtype = None
@@ -66,7 +66,7 @@ def build_reply(
         dimensions = size
         normalized = info.normalized if request.normalize is None else request.normalize
         dtype = request.dtype
-    first = in_flight.first_forward_at
+    first = finished.first_forward_at
     return Reply(
         id=request.id,
         task=request.task,
@@ -77,10 +77,10 @@ def build_reply(
         dimensions=dimensions,
         dtype=dtype,
         normalized=normalized,
-        prompt=in_flight.prompt,
+        prompt=finished.prompt,
         timings=Timings(
             queue_ms=round(((first if first is not None else now) - received_at) * 1000, 3),
-            forward_ms=round(in_flight.forward_s * 1000, 3),
+            forward_ms=round(finished.forward_s * 1000, 3),
             total_ms=round((now - received_at) * 1000, 3),
         ),
         metadata=request.metadata,
@@ -113,25 +113,25 @@ def _ranked(items: list[ItemReply], request: RerankRequest) -> list[ItemReply]:
     return hits + errors
 
 
-def _item_reply(in_flight: InFlight, index: int, outcome: ItemOutcome | None) -> ItemReply:
-    request = in_flight.request
+def _item_reply(finished: Finished, index: int, outcome: ItemOutcome | None) -> ItemReply:
+    request = finished.request
     if outcome is None:
         outcome = Internal("an item was never answered; this is a bug", items=(index,))
     if isinstance(outcome, EmbedstreamError):
         return ItemReply(index=index, error=outcome)
     try:
         if isinstance(request, EmbedRequest):
-            return _embed_item(in_flight, request, index, outcome)
+            return _embed_item(finished, request, index, outcome)
         if isinstance(request, ClassifyRequest):
-            return _classify_item(in_flight, index, outcome)
-        return _score_item(in_flight, request, index, outcome)
+            return _classify_item(finished, index, outcome)
+        return _score_item(finished, request, index, outcome)
     except EmbedstreamError as error:
         error.items = (index,)
         return ItemReply(index=index, error=error)
 
 
 def _embed_item(
-    in_flight: InFlight, request: EmbedRequest, index: int, outcome: ItemResult
+    finished: Finished, request: EmbedRequest, index: int, outcome: ItemResult
 ) -> ItemReply:
     # The runner gives what was asked for, or the model's own outputs when nothing was named.
     assert outcome.spans is not None or all(
@@ -158,24 +158,24 @@ def _embed_item(
         multivector=multivector,
         scales=scales,
         spans=None if outcome.spans is None else list(outcome.spans),
-        tokens=in_flight.tokens[index],
-        truncated=in_flight.truncated[index],
+        tokens=finished.tokens[index],
+        truncated=finished.truncated[index],
     )
 
 
-def _classify_item(in_flight: InFlight, index: int, outcome: ItemResult) -> ItemReply:
+def _classify_item(finished: Finished, index: int, outcome: ItemResult) -> ItemReply:
     assert outcome.scores is not None
-    labels = in_flight.labels or tuple(f"LABEL_{i}" for i in range(len(outcome.scores)))
+    labels = finished.labels or tuple(f"LABEL_{i}" for i in range(len(outcome.scores)))
     return ItemReply(
         index=index,
         scores={label: float(s) for label, s in zip(labels, outcome.scores, strict=True)},
-        tokens=in_flight.tokens[index],
-        truncated=in_flight.truncated[index],
+        tokens=finished.tokens[index],
+        truncated=finished.truncated[index],
     )
 
 
 def _score_item(
-    in_flight: InFlight, request: RerankRequest, index: int, outcome: ItemResult
+    finished: Finished, request: RerankRequest, index: int, outcome: ItemResult
 ) -> ItemReply:
     assert outcome.scores is not None and outcome.scores.shape == (1,)
     document = request.documents[index]
@@ -184,6 +184,6 @@ def _score_item(
         relevance_score=float(outcome.scores[0]),
         id=document.id,
         document=document.text if request.return_documents else None,
-        tokens=in_flight.tokens[index],
-        truncated=in_flight.truncated[index],
+        tokens=finished.tokens[index],
+        truncated=finished.truncated[index],
     )

@@ -20,14 +20,16 @@ import structlog
 from actors.admission import Admission, LaneBudget
 from actors.attempts import Attempts
 from actors.coalescer import Coalescer
+from actors.decoder import WireDecoder
 from actors.dispatcher import Dispatcher, ExecutorDied
-from actors.egress import Egress, PublishPolicy
+from actors.egress import Egress
 from actors.housekeeping import Housekeeping
 from actors.in_flight import InFlightTable
 from actors.ingress import Ingress
-from actors.messages import Route
 from actors.packing import PackingPolicy
 from actors.ports import Clock, Deadline, Metrics, NoMetrics, SystemClock
+from actors.publish import PublishPolicy, ReplyDestination
+from actors.route import Route
 from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo, Runner
@@ -148,6 +150,9 @@ class App:
             self._route(route, transport)
             for route, transport in zip(self.settings.routes, transports, strict=True)
         ]
+        for route in self.routes:
+            resources.push_async_callback(_close_quietly, route.destination.aclose, "destination")
+            await route.destination.open(self.models)
         self._build(supervisor, loaded)
 
     def _build(self, supervisor: Supervisor, loaded: LoadedModels) -> None:
@@ -156,16 +161,16 @@ class App:
         admission = Admission({lane: _lane_budget(settings, lane) for lane in LANES})
         table = self.table = InFlightTable(admission)
         attempts = Attempts()
+        policy = PublishPolicy(
+            max_concurrent=settings.publish.max_concurrent,
+            attempts=settings.publish.attempts,
+            first_backoff_s=settings.publish.backoff_ms / 1000,
+            max_backoff_s=settings.publish.max_backoff_ms / 1000,
+        )
         egress = self._egress = Egress(
             table,
             self.models,
-            policy=PublishPolicy(
-                max_concurrent=settings.publish.max_concurrent,
-                attempts=settings.publish.attempts,
-                first_backoff_s=settings.publish.backoff_ms / 1000,
-                max_backoff_s=settings.publish.max_backoff_ms / 1000,
-                split_replies=settings.publish.split_replies,
-            ),
+            policy=policy,
             max_waiting=sum(b.max_requests for b in admission.budgets.values()),
             clock=clock,
             metrics=metrics,
@@ -222,7 +227,8 @@ class App:
         ]
 
         for route in self.routes:
-            for number in range(settings.publish.max_concurrent):
+            supervisor.start(f"destination.{route.name}", route.destination.run)
+            for number in range(route.destination.max_concurrent or policy.max_concurrent):
                 supervisor.start(f"publisher.{route.name}.{number}", _bind(egress.run, route))
         supervisor.start("dispatcher", dispatcher.run)
         supervisor.start("housekeeping", self.housekeeping.run)
@@ -245,9 +251,14 @@ class App:
             name=route.name,
             lane=route.lane,
             source=transport.source,
+            decoder=WireDecoder(self.settings.limits_for(route)),
+            destination=ReplyDestination(
+                transport.sink,
+                split_replies=self.settings.publish.split_replies,
+                clock=self.clock,
+            ),
             sink=transport.sink,
             models=self._default_models(route),
-            limits=self.settings.limits_for(route),
             max_attempts=self.settings.attempts.max_attempts,
         )
 

@@ -28,7 +28,7 @@ def in_flight(
         route=route,
         model=model,
         lane=lane,
-        destination="inproc:x",
+        address="inproc:x",
         admitted_at=0.0,
         cost_bytes=10,
         deliveries=[FakeDelivery()],

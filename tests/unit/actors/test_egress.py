@@ -7,13 +7,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from actors.admission import Admission, LaneBudget
-from actors.egress import Egress, PublishPolicy
+from actors.decoder import WireDecoder
+from actors.egress import Egress
 from actors.in_flight import InFlightTable
-from actors.messages import Outgoing, Route
+from actors.messages import Outgoing
 from actors.ports import RecordTooLargeForBroker, SystemClock
+from actors.publish import PublishPolicy, ReplyDestination
+from actors.route import Refusal, Route
 from actors.supervisor import Supervisor
 from schemas.errors import Internal, UndecodableRecord
-from schemas.requests import LANES
+from schemas.requests import LANES, Limits
 from tests.support.fakes import FakeDelivery, RecordingMetrics
 
 
@@ -47,14 +50,21 @@ class StrictSink:
 
 
 def route_to(sink: StrictSink) -> Route:
-    return Route("r", "bulk", source=None, sink=sink, models={})  # type: ignore[arg-type]
+    return Route(
+        "r",
+        "bulk",
+        source=None,  # type: ignore[arg-type]
+        decoder=WireDecoder(Limits()),
+        destination=ReplyDestination(sink, clock=SystemClock()),
+        sink=sink,
+        models={},
+    )
 
 
 def outgoing(sink: StrictSink, delivery: FakeDelivery) -> Outgoing:
     return Outgoing(
         route=route_to(sink),
         deliveries=[delivery],
-        in_flight=None,
         request_id="id-1",
         outcome="internal",
         dead_letter=UndecodableRecord("no record"),
@@ -117,11 +127,9 @@ async def test_a_reply_that_no_record_holds_ends_in_a_dead_letter() -> None:
             Outgoing(
                 route=route_to(sink),
                 deliveries=[delivery],
-                in_flight=None,
                 request_id="id-1",
                 outcome="internal",
-                destination="replies",
-                failure=Internal("some reason"),
+                refusal=Refusal("id-1", Internal("some reason"), "replies"),
             )
         )
     assert delivery.outcome == "settled"

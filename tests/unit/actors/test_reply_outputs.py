@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.egress import OFF_LOOP_NUMBERS, _numbers_in
+from actors.publish import OFF_LOOP_NUMBERS, _numbers_in
 from actors.replies import build_reply, quantize
 from gpu.batch import ItemResult, ModelInfo
 from schemas.codec import decode_reply, encode_reply

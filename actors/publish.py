@@ -1,0 +1,256 @@
+"""Replies on a broker: the destination of request/reply routes, and how any write is tried again.
+
+Who calls it: egress drives a `ReplyDestination` per route and writes dead letters with the same two
+functions; other destinations are handed the same `RetryingWriter`.
+What must stay true: a record is durable when `deliver` returns; a reply is split only where its
+destination takes no larger record; what would fail the same way for ever becomes a failure that says
+why, and only what not even a failure fits into is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from actors.backoff import Backoff
+from actors.ports import (
+    Clock,
+    Delivery,
+    GaveUp,
+    Metrics,
+    PublishError,
+    RecordTooLargeForBroker,
+    Sink,
+)
+from actors.replies import build_reply
+from actors.route import Destination, Finished, Refusal, Retry
+from gpu.batch import ModelInfo
+from schemas.codec import encode_reply, reply_headers, split_reply
+from schemas.errors import (
+    ContentType,
+    EmbedstreamError,
+    ForbiddenDestination,
+    RecordTooLarge,
+    UndecodableRecord,
+)
+from schemas.requests import AnyRequest, Encoding
+from schemas.results import FailureReply, Reply
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+HEADER_ROOM_BYTES = 1024
+"""Kept free under the broker's record limit for headers and framing."""
+MIN_PART_BYTES = 512
+"""Parts of a reply are not cut below this."""
+OFF_LOOP_NUMBERS = 20_000
+"""Numbers in a reply above which encoding leaves the event loop (JSON writes about 5 M floats/s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPolicy:
+    """At most `max_concurrent` publishes of one route at once and `attempts` tries each.
+
+    The wait between tries doubles from first_backoff_s up to max_backoff_s, with jitter.
+    """
+
+    max_concurrent: int = 64
+    attempts: int = 60
+    first_backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+
+
+class RetryingWriter(Retry):
+    """The `Retry` that egress hands to destinations. `attempts` None: until it is cancelled."""
+
+    def __init__(
+        self, policy: PublishPolicy, attempts: int | None, *, clock: Clock, metrics: Metrics
+    ) -> None:
+        self._policy = policy
+        self._attempts = sys.maxsize if attempts is None else attempts
+        self._clock = clock
+        self._metrics = metrics
+
+    async def __call__(self, write: Callable[[], Awaitable[T]], to: str) -> T:
+        """See `Retry`."""
+        started = self._clock.monotonic()
+        backoff = Backoff(self._policy.first_backoff_s, self._policy.max_backoff_s)
+        while True:
+            try:
+                result = await write()
+            except RecordTooLargeForBroker:
+                raise
+            except PublishError as error:
+                if not error.retryable or backoff.tries + 1 >= self._attempts:
+                    raise GaveUp(str(error), permanent=not error.retryable) from error
+                self._metrics.count("publish_retries_total")
+                log.warning("publish_retried", destination_kind=to, reason=str(error))
+                await asyncio.sleep(max(backoff.next_s(), error.retry_after_s or 0.0))
+            else:
+                self._metrics.observe("publish_seconds", self._clock.monotonic() - started)
+                return result
+
+
+async def publish_fitting(
+    publish: Callable[[int | None], Awaitable[None]], limit_bytes: int | None, *, smallest: int
+) -> None:
+    """`publish(limit_bytes)`, with a smaller limit each time that the destination finds it too large.
+
+    The destination's own limit may be below the one that its client knows, and below the one that
+    it tells: what it tells is tried first, then halves. Raises the last refusal when the next limit
+    would be below `smallest`.
+    """
+    told: int | None = None
+    while True:
+        try:
+            return await publish(limit_bytes)
+        except RecordTooLargeForBroker as error:
+            if told is None:
+                told = error.limit_bytes or error.given_bytes // 2
+                limit_bytes = min(told, error.given_bytes - 1)
+                continue
+            limit_bytes = (limit_bytes or error.given_bytes) // 2
+            if limit_bytes < smallest:
+                raise
+
+
+class ReplyDestination(Destination):
+    """Replies, each to its request's `reply_to` or to the sink's default."""
+
+    def __init__(self, sink: Sink, *, split_replies: bool = True, clock: Clock) -> None:
+        self._sink = sink
+        self._split = split_replies
+        self._clock = clock
+        self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="reply-encoder")
+
+    def address(self, request: AnyRequest) -> str:
+        """See `Destination`."""
+        if request.reply_to is None:
+            return self._sink.default_destination(request.id)
+        refusal = self._sink.check_destination(request.reply_to)
+        if refusal is not None:
+            raise ForbiddenDestination(refusal, path="$.reply_to")
+        return request.reply_to
+
+    def address_of_failure(
+        self, delivery: Delivery, error: EmbedstreamError, request: AnyRequest | None
+    ) -> str | None:
+        """The `reply_to` when it may be used. When nobody readable asked, nobody is told."""
+        reply_to = request.reply_to if request else error.reply_to
+        if isinstance(error, ForbiddenDestination):
+            reply_to = None
+        if reply_to is not None and self._sink.check_destination(reply_to) is None:
+            return reply_to
+        if isinstance(error, UndecodableRecord):
+            return None
+        request_id = request.id if request else error.request_id or delivery.default_id
+        return self._sink.default_destination(request_id)
+
+    async def deliver(
+        self, finished: Finished, info: ModelInfo, retry: Retry
+    ) -> Sequence[EmbedstreamError]:
+        """Publish the reply; whatever failed is told in it."""
+        request = finished.request
+        reply = build_reply(
+            finished,
+            info,
+            now=self._clock.monotonic(),
+            received_at=finished.deliveries[0].received_at,
+        )
+        await self._publish(
+            reply,
+            finished.address,
+            request.content_type,
+            request.encoding,
+            request.traceparent,
+            retry,
+        )
+        return ()
+
+    async def refuse(self, refusal: Refusal, retry: Retry) -> None:
+        """Publish a failure."""
+        reply = FailureReply(id=refusal.id, error=refusal.error, metadata=refusal.metadata)
+        kind = refusal.content_type
+        encoding: Encoding = "float" if kind == "application/json" else "bytes"
+        await self._publish(reply, refusal.address, kind, encoding, refusal.traceparent, retry)
+
+    async def _publish(
+        self,
+        reply: Reply | FailureReply,
+        address: str,
+        content_type: ContentType,
+        encoding: Encoding,
+        traceparent: str | None,
+        retry: Retry,
+    ) -> None:
+        headers = reply_headers(reply, content_type, traceparent=traceparent)
+
+        async def publish(limit_bytes: int | None, reply: Reply | FailureReply = reply) -> None:
+            room = None if not self._split else limit_bytes
+            for body in await self._encoded(reply, room, content_type, encoding):
+                write = partial(self._sink.publish, address, reply.id, body, headers)
+                await retry(write, kind_of(address))
+
+        smallest = HEADER_ROOM_BYTES + MIN_PART_BYTES if self._split else sys.maxsize
+        try:
+            await publish_fitting(publish, self._sink.max_record_bytes, smallest=smallest)
+        except RecordTooLargeForBroker as error:
+            reason = RecordTooLarge(
+                "the reply exceeds what its destination takes, even in parts",
+                limit=error.limit_bytes,
+                given=error.given_bytes,
+            )
+            try:
+                await publish(None, FailureReply(id=reply.id, error=reason))
+            except RecordTooLargeForBroker as too_large:
+                raise GaveUp(str(too_large), permanent=True) from too_large
+
+    async def _encoded(
+        self,
+        reply: Reply | FailureReply,
+        limit_bytes: int | None,
+        content_type: ContentType,
+        encoding: Encoding,
+    ) -> list[bytes]:
+        """The reply as records of at most about `limit_bytes`."""
+
+        def encode() -> list[bytes]:
+            try:
+                if isinstance(reply, FailureReply) or limit_bytes is None:
+                    return [encode_reply(reply, content_type=content_type, encoding=encoding)]
+                room = max(256, limit_bytes - HEADER_ROOM_BYTES)
+                return split_reply(reply, room, content_type=content_type, encoding=encoding)
+            except EmbedstreamError as error:
+                # It would fail the same way for ever (metadata above the room, say): tell why.
+                bare = FailureReply(id=reply.id, error=error)
+                return [encode_reply(bare, content_type=content_type, encoding=encoding)]
+
+        if _numbers_in(reply) <= OFF_LOOP_NUMBERS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._encode_thread, encode)
+
+    async def aclose(self) -> None:
+        """Stop the encoder thread. The sink is closed by who opened it."""
+        self._encode_thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _numbers_in(reply: Reply | FailureReply) -> int:
+    if isinstance(reply, FailureReply):
+        return 0
+    per_vector, n_vectors, n_sparse = reply.dimensions or 1, len(reply.items), 0
+    for item in reply.items:
+        n_vectors += len(item.multivector or ())
+        n_sparse += 0 if item.sparse is None else 2 * len(item.sparse.indices)
+    return per_vector * n_vectors + n_sparse
+
+
+def kind_of(address: str) -> str:
+    """What kind of place it is, without its name: "topic", "stream", "list"."""
+    return address.split(":", 1)[0] if ":" in address else "topic"
