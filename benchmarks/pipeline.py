@@ -42,8 +42,11 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
 from pipeline.observe.metrics import PrometheusMetrics, configure_logging
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.transports import Transport, open_transport, parse_url
-from pipeline.transports.inproc import InprocBroker, InprocOptions, InprocSink, InprocSource
+from pipeline.transports.inproc.broker import InprocBroker
+from pipeline.transports.inproc.options import InprocOptions
+from pipeline.transports.inproc.sink import InprocSink
+from pipeline.transports.inproc.source import InprocSource
+from pipeline.transports.registry import Transport, open_transport, parse_url
 from schemas.codec import encode_request
 from schemas.errors import EmbedstreamError
 from schemas.requests import AnyRequest, EmbedRequest, Text

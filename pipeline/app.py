@@ -39,7 +39,7 @@ from pipeline.model_pool import LoadedModels, load_models
 from pipeline.observe.http import HealthServer, Readiness
 from pipeline.observe.views import app_readiness, app_statistics, health_views
 from pipeline.settings.load import RouteSettings, Settings, route_options
-from pipeline.transports import Transport, open_transport
+from pipeline.transports.registry import Transport, open_transport
 from schemas.requests import LANES, TASKS, Task
 
 log = structlog.get_logger(__name__)

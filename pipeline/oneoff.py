@@ -18,8 +18,10 @@ from gpu.batch import Runner
 from pipeline.app import App, errors_as_value
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.transports import Transport
-from pipeline.transports.inproc import InprocBroker, InprocReply, InprocSink, InprocSource
+from pipeline.transports.inproc.broker import InprocBroker, InprocReply
+from pipeline.transports.inproc.sink import InprocSink
+from pipeline.transports.inproc.source import InprocSource
+from pipeline.transports.registry import Transport
 
 
 class InprocService:

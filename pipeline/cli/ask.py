@@ -278,7 +278,7 @@ async def _open(command: AskCommand) -> AsyncIterator[_Ask]:
         async with _in_process(command) as asker:
             yield asker
         return
-    from pipeline.transports.ask import open_asker
+    from pipeline.transports.registry import open_asker
 
     try:
         asker = await open_asker(command.via)

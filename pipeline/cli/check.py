@@ -76,7 +76,7 @@ async def _find(settings: Settings) -> Findings:
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:
-    from pipeline.transports.ask import reach
+    from pipeline.transports.registry import reach
 
     for route in settings.routes:
         try:

@@ -86,13 +86,24 @@ def _routes(sources: Sequence[str]) -> dict[str, str]:
     """--source URL becomes a route named after its transport: redis, redis-2, kafka."""
     flags: dict[str, str] = {}
     for source in sources:
-        scheme = source.split(":", 1)[0].replace("rediss", "redis") or "route"
-        name, number = ("stdin" if source == "-" else scheme), 1
+        first = name = _route_name(source)
+        number = 1
         while f"routes.{name}.source" in flags:
             number += 1
-            name = f"{scheme}-{number}"
+            name = f"{first}-{number}"
         flags[f"routes.{name}.source"] = source
     return flags
+
+
+def _route_name(source: str) -> str:
+    from pipeline.transports.registry import kind_of
+
+    if source == "-":
+        return "stdin"
+    try:
+        return kind_of(source).name
+    except ValueError:
+        return "route"  # settings refuse it, with all else that is wrong
 
 
 def _models(models: Sequence[str]) -> dict[str, str]:

@@ -31,7 +31,8 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer, LocalServerError, free_port
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.transports import names
+from pipeline.transports import broker_names
+from pipeline.transports.redis.options import REPLY_LIST
 
 PARTITIONS = 6
 _WATCH_S = 0.25
@@ -69,10 +70,10 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     redis: str
     redis_kind: str
     health: str
-    request_topic: str = names.REQUEST_TOPIC
-    reply_topic: str = names.REPLY_TOPIC
-    request_stream: str = names.REQUEST_TOPIC
-    reply_list_prefix: str = names.REDIS_REPLY_LIST
+    request_topic: str = broker_names.REQUESTS
+    reply_topic: str = broker_names.REPLIES
+    request_stream: str = broker_names.REQUESTS
+    reply_list_prefix: str = REPLY_LIST
     models: tuple[str, ...] = ()
     max_batch_tokens: Mapping[str, int] = {}
 
@@ -86,16 +87,16 @@ def up_settings(
         kafka: bootstrap address; redis: `redis://host:port`; health: port.
     """
     timing = _APACHE_KAFKA if kafka_kind == ApacheKafka.kind else _PACKAGED_KAFKA
-    group = f"group={names.GROUP}"
+    group = f"group={broker_names.GROUP}"
     routes = (
         RouteSettings(
             name="kafka-requests",
-            source=f"kafka://{kafka}/{names.REQUEST_TOPIC}?{group}&{timing}&partitions={PARTITIONS}",
+            source=f"kafka://{kafka}/{broker_names.REQUESTS}?{group}&{timing}&partitions={PARTITIONS}",
             lane="bulk",
         ),
         RouteSettings(
             name="redis-rpc",
-            source=f"{redis}/{names.REQUEST_TOPIC}?{group}",
+            source=f"{redis}/{broker_names.REQUESTS}?{group}",
             lane="interactive",
         ),
     )

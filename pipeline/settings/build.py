@@ -224,7 +224,8 @@ def parse(kind: mi.Type, value: Any, *, is_text: bool) -> Any:
         return _parse_number(kind, value, is_text)
     if isinstance(kind, mi.LiteralType):
         choices = [str(choice) for choice in kind.values]
-        text = str(value).strip().lower() if is_text else value
+        in_any_case = {choice.lower(): choice for choice in choices} if is_text else {}
+        text = in_any_case.get(str(value).strip().lower(), value)
         if text in choices:
             return text
         raise Refused(f"must be one of {', '.join(choices)}", _close(str(value), choices))

@@ -8,13 +8,12 @@ touches a disk, a network or a model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pipeline.redact import redact
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import Problem
-from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
-from pipeline.transports.urls import parse_url
+from pipeline.transports.options import Options
+from pipeline.transports.registry import parse_url
 from schemas.requests import LANES, TASKS
 
 
@@ -33,7 +32,7 @@ def contradictions(settings: Settings) -> list[Problem]:
     ]
 
 
-def _options_of_routes(settings: Settings) -> Iterator[tuple[int, Any]]:
+def _options_of_routes(settings: Settings) -> Iterator[tuple[int, Options | Problem]]:
     for i, route in enumerate(settings.routes):
         try:
             yield i, parse_url(route.source)
@@ -107,73 +106,43 @@ def _named_models(settings: Settings, i: int, route: RouteSettings) -> Iterator[
             )
 
 
-def _source_problems(settings: Settings, options: list[tuple[int, Any]]) -> Iterator[Problem]:
-    taken: dict[tuple[str, ...], int] = {}
-    for i, option in options:
-        for place in _places(option):
-            if place in taken:
-                yield Problem(
-                    f"routes.{i}.source",
-                    f"reads {place[1]} as the group of routes.{taken[place]}.source: "
-                    "each would get a part of the requests",
-                    "give one of them another group or topic, or remove one route",
-                )
-            taken.setdefault(place, i)
+def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[Problem]:
+    reads = [(i, place) for i, option in options for place in option.consumes()]
+    for n, (i, place) in enumerate(reads):
+        first = next((j for j, p in reads[:n] if p.same(place) and p.group == place.group), None)
+        if first is not None:
+            yield Problem(
+                f"routes.{i}.source",
+                f"reads {place.what} {place.name} as the group of routes.{first}.source: "
+                "each would get a part of the requests",
+                "give one of them another group or topic, or remove one route",
+            )
     yield from _loops(options)
     budget_s = settings.lifecycle.drain_budget_s
     for i, option in options:
-        if isinstance(option, KafkaOptions) and budget_s * 1000 >= option.max_poll_interval_ms:
+        bound = option.must_poll_within()
+        if bound is not None and budget_s >= bound[1]:
             yield Problem(
                 "lifecycle.drain_budget_s",
-                f"({budget_s:g} s) is not below max_poll_interval_ms "
-                f"({option.max_poll_interval_ms}) of routes.{i}.source: the broker would give the "
-                "partitions away during the drain",
-                "lower drain_budget_s or raise max_poll_interval_ms in the address",
+                f"({budget_s:g} s) is not below {bound[0]} ({bound[1]:g} s) of routes.{i}.source: "
+                "the broker would give the work away during the drain",
+                f"lower drain_budget_s or raise {bound[0]} in the address",
             )
 
 
-def _places(option: Any) -> list[tuple[str, ...]]:
-    """What a source consumes, as comparable values."""
-    if isinstance(option, KafkaOptions):
-        return [(option.bootstrap, f"topic {t}", option.group) for t in option.topics]
-    if isinstance(option, RedisOptions):
-        return [(f"{option.address}/{option.db}", f"stream {option.stream}", option.group)]
-    if isinstance(option, FileOptions):
-        return [("file", option.path, "")]
-    return [("inproc", option.name, "")]
-
-
-def _loops(options: list[tuple[int, Any]]) -> Iterator[Problem]:
+def _loops(options: list[tuple[int, Options]]) -> Iterator[Problem]:
     """Replies or dead letters of one route that are requests of another."""
+    reads = [(j, place) for j, option in options for place in option.consumes()]
     for i, option in options:
-        for j, other in options:
-            if i == j:
-                continue
-            if (
-                isinstance(option, KafkaOptions)
-                and isinstance(other, KafkaOptions)
-                and option.bootstrap == other.bootstrap
-            ):
-                for name in ("reply_topic", "dead_letter_topic"):
-                    topic = getattr(option, name)
-                    if topic in other.topics:
-                        yield Problem(
-                            f"routes.{i}.source",
-                            f"writes {name}={topic}, which routes.{j}.source reads: answers "
-                            "would become requests",
-                            f"change {name} of the one or the topic of the other",
-                        )
-            if (
-                isinstance(option, RedisOptions)
-                and isinstance(other, RedisOptions)
-                and (option.address, option.db) == (other.address, other.db)
-                and option.dead_letter_stream == other.stream
-            ):
-                yield Problem(
-                    f"routes.{i}.source",
-                    f"writes dead_letter_stream={other.stream}, which routes.{j}.source reads",
-                    "change dead_letter_stream of the one or the stream of the other",
-                )
+        for written in option.writes():
+            for j, read in reads:
+                if i != j and written.same(read):
+                    yield Problem(
+                        f"routes.{i}.source",
+                        f"writes {written.option}={written.name}, which routes.{j}.source reads: "
+                        "answers would become requests",
+                        f"change {written.option} of the one or the {read.what} of the other",
+                    )
 
 
 def _budget_problems(settings: Settings) -> Iterator[Problem]:

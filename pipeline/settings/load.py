@@ -9,6 +9,7 @@ a setting that is not understood is refused, never ignored; no print shows a sec
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ from pipeline.settings.records import (
     Settings,
 )
 from pipeline.settings.sources import Problem, SettingsError, read_sources
-from pipeline.transports.options import KafkaOptions, RedisOptions, TransportOptions
-from pipeline.transports.urls import parse_url
+from pipeline.transports.options import Options
+from pipeline.transports.registry import kind_of, parse_url
 
 __all__ = [
     "AdmissionSettings",
@@ -62,9 +63,6 @@ __all__ = [
     "redacted",
     "route_options",
 ]
-
-# How often a default differs by transport: a Redis queue is where somebody waits for the answer.
-_LANE_OF_REDIS = Origin("default", "default for redis://")
 
 
 def load(
@@ -101,13 +99,17 @@ def load(
 def _with_derived_defaults(
     settings: Settings, default_models: Mapping[str, ModelSettings]
 ) -> Settings:
-    """Defaults that depend on other settings: the pool of a command that has one, the lane of a Redis source."""
+    """Defaults that depend on other settings: the pool of a command that has one, the lane of a source."""
     origins = dict(settings.origins)
     routes = []
     for i, route in enumerate(settings.routes):
-        if f"routes.{i}.lane" not in origins and route.source.startswith(("redis:", "rediss:")):
-            route = msgspec.structs.replace(route, lane="interactive")
-            origins[f"routes.{i}.lane"] = _LANE_OF_REDIS
+        if f"routes.{i}.lane" not in origins:
+            # A wrong address is told later, with all other problems.
+            with contextlib.suppress(ValueError):
+                kind = kind_of(route.source)
+                if kind.lane != route.lane:
+                    route = msgspec.structs.replace(route, lane=kind.lane)
+                    origins[f"routes.{i}.lane"] = Origin("default", f"default for {kind.name}://")
         routes.append(route)
     return msgspec.structs.replace(
         settings,
@@ -117,28 +119,20 @@ def _with_derived_defaults(
     )
 
 
-def route_options(settings: Settings, route: RouteSettings) -> TransportOptions:
+def route_options(settings: Settings, route: RouteSettings) -> Options:
     """The transport options of a route's address, knowing about the other routes.
 
     What other routes read on the same broker is no reply destination here: a reply must never
     become a request of another route.
     """
     options = parse_url(route.source)
-    if not isinstance(options, KafkaOptions | RedisOptions):
-        return options
-    refused = list(options.refuse_destinations)
+    ours = options.consumes()
+    refused: list[str] = []
     for other in settings.routes:
         beside = parse_url(other.source)
-        if isinstance(options, KafkaOptions) and isinstance(beside, KafkaOptions):
-            if set(options.bootstrap.split(",")) & set(beside.bootstrap.split(",")):
-                refused += [*beside.topics, beside.dead_letter_topic]
-        elif (
-            isinstance(options, RedisOptions)
-            and isinstance(beside, RedisOptions)
-            and (options.address, options.db) == (beside.address, beside.db)
-        ):
-            refused += [beside.stream, beside.dead_letter_stream]
-    return msgspec.structs.replace(options, refuse_destinations=tuple(dict.fromkeys(refused)))
+        theirs = [*beside.consumes(), *(p for p in beside.writes() if p.is_dead_letters)]
+        refused += [place.name for place in theirs if any(place.beside(our) for our in ours)]
+    return options.refusing(refused)
 
 
 class Effective(NamedTuple):

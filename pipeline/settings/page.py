@@ -7,11 +7,7 @@ its default and its environment name are derived.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import sys
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +18,8 @@ from gpu.settings import ModelSettings
 from pipeline.settings.build import fields_of, unwrap
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import ENVIRONMENT_PREFIX
-from pipeline.transports import options as transport_options
+from pipeline.transports.options import declared
+from pipeline.transports.registry import KINDS, Kind
 
 HEAD = """\
 # Settings
@@ -83,74 +80,6 @@ User and password of Redis stand in front of the host (`redis://user:password@ho
 those of Kafka are `sasl_username` and `sasl_password`.
 """
 
-MEANINGS: dict[str, str] = {
-    "auto_offset_reset": "Where a group without commits begins.",
-    "block_ms": "Longest wait of one XREADGROUP.",
-    "claim_interval_ms": "How often entries of silent owners are looked for.",
-    "client_id": "As the broker's log shows it.",
-    "close_timeout_s": "Bound of disconnecting.",
-    "commit_interval_ms": "How often settled offsets are committed.",
-    "compression": "Of replies and dead letters.",
-    "connect_timeout_s": "Bound of connecting.",
-    "db": "Number of the database.",
-    "dead_letter_maxlen": "Dead letters kept, roughly; older ones go.",
-    "dead_letter_stream": "Where dead letters go.",
-    "dead_letter_topic": "Where dead letters go.",
-    "dead_letter_ttl_s": "How long dead letters are kept.",
-    "fetch_max_bytes": "Bytes of one fetch over all partitions.",
-    "fetch_max_wait_ms": "Longest wait of one fetch; 10 to 20 for the packaged broker.",
-    "group": "Consumer group: members share the requests.",
-    "heartbeat_interval_ms": "At most half of session_timeout_ms.",
-    "host": "Name or address of the server.",
-    "linger_ms": "How long replies gather before they are sent.",
-    "max_in_flight": "Records handed out or buffered.",
-    "max_in_flight_bytes": "Bytes handed out or buffered.",
-    "max_partition_fetch_bytes": "Bytes of one fetch per partition; one larger record still comes.",
-    "max_poll_interval_ms": "The broker gives partitions away when nothing was polled this long.",
-    "max_record_bytes": "Largest reply taken; none: no limit.",
-    "max_receive": "Records handed out at once, at most.",
-    "max_request_size": "Largest record the producer sends.",
-    "name": "Name of the broker inside the process.",
-    "open_timeout_s": "Bound of the first look at the cluster.",
-    "password": "From the address.",
-    "path": "File of requests, one a line; `-` is standard input.",
-    "port": "Port of the server.",
-    "release_backoff_max_ms": "Longest wait before a released delivery comes again.",
-    "release_backoff_ms": "First wait before a released delivery comes again; doubles.",
-    "replication_factor": "Of topics that `auto_create` makes.",
-    "reply_stream_maxlen": "Replies a reply stream keeps, roughly; older ones go.",
-    "reply_topic": "Where replies go when a request names no `reply_to`.",
-    "reply_ttl_s": "How long an unread reply is kept.",
-    "request_timeout_ms": "Bound of one request to a broker.",
-    "sasl_mechanism": "How the login is sent.",
-    "sasl_password": "Login.",
-    "sasl_username": "Login.",
-    "security_protocol": "Encryption and login.",
-    "session_timeout_ms": "A member that is silent this long is taken for dead.",
-    "socket_timeout_s": "Bound of one answer; above block_ms.",
-    "ssl_cafile": "Certificate authorities, PEM.",
-    "ssl_certfile": "Our certificate, PEM.",
-    "ssl_check_hostname": "Whether the certificate must name the host.",
-    "ssl_keyfile": "Our key, PEM.",
-    "ssl_password": "Of the key.",
-    "stream": "The request stream.",
-    "tls": "From the address: rediss://.",
-    "topics": "From the address: the request topics.",
-    "username": "From the address.",
-}
-"""Sentences for options whose field has none of its own."""
-
-TRANSPORTS: tuple[tuple[str, str, type[msgspec.Struct], dict[str, tuple[float, float]]], ...] = (
-    ("Kafka", "kafka://host:port[,host:port]/topic[,topic]", transport_options.KafkaOptions,
-     transport_options._KAFKA_RANGES),
-    ("Redis and Valkey", "redis://[user:password@]host[:port]/stream (rediss:// for TLS)",
-     transport_options.RedisOptions, transport_options._REDIS_RANGES),
-    ("Files", "file:///path.jsonl, or - for stdin to stdout", transport_options.FileOptions,
-     transport_options._FILE_RANGES),
-    ("In process", "inproc://name", transport_options.InprocOptions,
-     transport_options._INPROC_RANGES),
-)  # fmt: skip
-
 
 def document() -> str:
     """The whole of docs/settings.md."""
@@ -158,8 +87,7 @@ def document() -> str:
     for heading, record, default in _tables():
         parts.append(_section(heading, record, default))
     parts.append(TRANSPORT_HEAD)
-    for name, address, options, ranges in TRANSPORTS:
-        parts.append(_transport_section(name, address, options, ranges))
+    parts += [_transport_section(kind) for kind in KINDS]
     return "\n".join(parts)
 
 
@@ -264,55 +192,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _transport_section(
-    name: str,
-    address: str,
-    options: type[msgspec.Struct],
-    ranges: dict[str, tuple[float, float]],
-) -> str:
-    sentences = _field_docstrings(options)
-    lines = [f"## {name}", "", f"Address: `{address}`", ""]
+def _transport_section(kind: Kind) -> str:
+    lines = [f"## {kind.title}", "", f"Address: `{kind.form}`", ""]
     lines += ["| option | value | default | meaning |", "|---|---|---|---|"]
-    for field in msgspec.structs.fields(options):
-        value = _option_values(field.type, ranges.get(field.name))
-        default = field.default
-        sentence = sentences.get(field.name) or MEANINGS.get(field.name, "")
-        shown = "from the address" if default is msgspec.NODEFAULT else "none"
-        if default is not msgspec.NODEFAULT and default is not None:
-            shown = _literal(default)
-        lines.append(f"| `{field.name}` | {value} | {shown} | {_cell(sentence)} |")
+    for name, spec in declared(kind.options).items():
+        default = "from the address" if spec.required else _shown_default(spec, spec.default)
+        values = _kind(spec.type).replace("list of text", "texts, with commas")
+        lines.append(f"| `{name}` | {values} | {default} | {_cell(_description(spec.type))} |")
     return "\n".join([*lines, ""])
-
-
-def _option_values(kind: Any, bounds: tuple[float, float] | None) -> str:
-    if bounds is not None:
-        low, high = (f"{int(b)}" if b == int(b) else f"{b:g}" for b in bounds)
-        return f"{low} to {high}"
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
-    if kind is bool:
-        return "boolean"
-    if bool in typing.get_args(kind):
-        return "boolean or `auto`"
-    if typing.get_origin(kind) is tuple:
-        return "texts, with commas"
-    return "text" if kind is str or str in typing.get_args(kind) else "number"
-
-
-def _field_docstrings(record: type[Any]) -> dict[str, str]:
-    """The text that stands below a field, which Python itself does not keep."""
-    tree = ast.parse(inspect.getsource(record))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found: dict[str, str] = {}
-    for above, below in itertools.pairwise(body):
-        if (
-            isinstance(above, ast.AnnAssign)
-            and isinstance(above.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            found[above.target.id] = " ".join(str(below.value.value).split())
-    return found
 
 
 if __name__ == "__main__":

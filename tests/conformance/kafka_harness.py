@@ -8,7 +8,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from pipeline.transports import KafkaOptions
+from pipeline.transports.kafka.options import KafkaOptions
 from tests.support.servers import ServerInfo, unique
 
 FAST_GROUP = {"session_timeout_ms": 2000, "heartbeat_interval_ms": 200}

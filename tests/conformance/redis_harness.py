@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pipeline.transports import RedisOptions
+from pipeline.transports.redis.options import RedisOptions
 from tests.support.servers import ServerInfo, unique
 
 

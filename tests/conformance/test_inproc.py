@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.transports import InprocOptions
-from pipeline.transports.inproc import InprocBroker, broker_for
+from pipeline.transports.inproc.broker import InprocBroker, broker_for
+from pipeline.transports.inproc.options import InprocOptions
 from tests.conformance.transport_suite import TransportSuite
 from tests.support.servers import unique
 

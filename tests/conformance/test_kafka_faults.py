@@ -11,7 +11,8 @@ import pytest
 from actors.ports import NoMetrics, PublishError, RecordTooLargeForBroker, SystemClock
 from pipeline.local.kafka import ApacheKafka, PackagedKafka
 from pipeline.local.server import LocalServerError, free_port
-from pipeline.transports import KafkaOptions, open_transport
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.registry import open_transport
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.test_kafka_group import assigned, source_of
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, running

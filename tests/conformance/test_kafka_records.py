@@ -14,7 +14,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 
 from actors.ports import Delivery
-from pipeline.local.servers import ApacheKafka
+from pipeline.local.kafka import ApacheKafka
 from pipeline.transports.kafka.source import KafkaSource
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running

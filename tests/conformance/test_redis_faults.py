@@ -12,9 +12,10 @@ from redis.asyncio import Redis
 from actors.ports import NoMetrics, PublishError, SystemClock
 from pipeline.local.redis import RedisServer
 from pipeline.local.server import free_port
-from pipeline.transports import RedisOptions, open_transport
 from pipeline.transports.redis.client import close_client, create_group, make_client
+from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis.source import RedisSource
+from pipeline.transports.registry import open_transport
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running
 from tests.support.killable import CountingMetrics, Proxy, consumer_process

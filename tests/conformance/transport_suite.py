@@ -25,7 +25,8 @@ from actors.ports import (
     SourceClosed,
     SystemClock,
 )
-from pipeline.transports import Transport, TransportOptions, open_transport
+from pipeline.transports.options import Options
+from pipeline.transports.registry import Transport, open_transport
 
 WAIT_S = 20.0
 QUIET_S = 0.3  # how long "nothing comes" is watched
@@ -37,7 +38,7 @@ class Harness(Protocol):
     tombstones: bool
     bad_destinations: list[str]
 
-    def options(self, **overrides: Any) -> TransportOptions:
+    def options(self, **overrides: Any) -> Options:
         """Settings of one more member of the same group on the same stream or topic."""
         ...
 
@@ -59,7 +60,7 @@ class Harness(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def running(options: TransportOptions, metrics: Any = None) -> AsyncIterator[Transport]:
+async def running(options: Options, metrics: Any = None) -> AsyncIterator[Transport]:
     """Opened, with its loop running; closed at the end."""
     transport = await open_transport(
         options, clock=SystemClock(), metrics=NoMetrics() if metrics is None else metrics

@@ -28,8 +28,10 @@ from pipeline.settings.load import (
     RouteSettings,
     Settings,
 )
-from pipeline.transports import Transport
-from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource
+from pipeline.transports.inproc.broker import InprocBroker
+from pipeline.transports.inproc.sink import InprocSink
+from pipeline.transports.inproc.source import InprocSource
+from pipeline.transports.registry import Transport
 from tests.support.fakes import FakeRunner, RecordingMetrics
 
 ROUTE = RouteSettings(name="one", source="inproc://x")

@@ -20,9 +20,10 @@ import pytest
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, StopSignal
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.transports import names
-from pipeline.transports.ask import KafkaAsker, open_asker, reach
-from pipeline.transports.options import KafkaOptions
+from pipeline.transports import broker_names
+from pipeline.transports.kafka.ask import KafkaAsker
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.registry import open_asker, reach
 from schemas.codec import encode_reply
 from schemas.results import FailureReply, ItemReply, ModelRef, Reply, Usage
 from tests.support.fakes import FakeRunner, fake_ids, fake_vector
@@ -236,5 +237,5 @@ async def test_d11_unknown_and_broken_replies_are_counted_and_parts_joined() -> 
     asker.take(part("mine", 0, 2, 0))  # late: nobody waits any more
     assert asker.unknown_replies == 6
     (topic, headers) = producer.records[0]
-    assert topic == names.REQUEST_TOPIC and headers["reply-to"] == b"embedstream.mine"
+    assert topic == broker_names.REQUESTS and headers["reply-to"] == b"embedstream.mine"
     assert headers["request-id"] == b"mine" and int(headers["deadline-ms"]) > 0

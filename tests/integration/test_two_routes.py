@@ -13,8 +13,10 @@ from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.settings.load import PublishSettings, RouteSettings, Settings
-from pipeline.transports import Transport
-from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource
+from pipeline.transports.inproc.broker import InprocBroker
+from pipeline.transports.inproc.sink import InprocSink
+from pipeline.transports.inproc.source import InprocSource
+from pipeline.transports.registry import Transport
 from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import FakeRunner

@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from actors.ports import Deadline, NoMetrics, SystemClock
-from pipeline.transports import open_transport, parse_url
+from pipeline.transports.registry import open_transport, parse_url
 
 
 async def main(url: str, settle: str) -> None:

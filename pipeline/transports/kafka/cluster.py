@@ -1,6 +1,6 @@
 """Reaching a Kafka cluster: client settings, topics, limits, and errors an operator can act on.
 
-Who calls it: `kafka.KafkaSource`, `kafka_sink.KafkaSink`, `open_transport`.
+Who calls it: the source, the sink and the asker.
 What must stay true: every failure to reach the cluster becomes a `ConnectionError` of one line that
 names the address and the remedy; nothing that was opened here stays open.
 """
@@ -22,7 +22,7 @@ from aiokafka.conn import create_conn
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from pipeline.transports.options import KafkaOptions
+from pipeline.transports.kafka.options import KafkaOptions
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from aiokafka.errors import KafkaError
 
 from pipeline.transports.kafka import client_gaps as kafka_records
 from pipeline.transports.kafka.cluster import client_settings, closed_in_time
-from pipeline.transports.options import KafkaOptions
+from pipeline.transports.kafka.options import KafkaOptions
 
 log = structlog.get_logger(__name__)
 

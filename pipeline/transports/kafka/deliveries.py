@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from aiokafka import ConsumerRecord, TopicPartition
 
-from pipeline.transports.intake import HeldDelivery, Owner
+from pipeline.transports.delivery import HeldDelivery, Owner
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
 
 KEY_ID_PREFIX = "key-hex:"

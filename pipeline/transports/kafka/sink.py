@@ -28,8 +28,8 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 
-from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
-from pipeline.transports.destinations import forbidden
+from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
+from pipeline.transports.broker_names import reply_to_error
 from pipeline.transports.kafka.cluster import (
     ClusterFacts,
     client_settings,
@@ -38,7 +38,8 @@ from pipeline.transports.kafka.cluster import (
     words,
 )
 from pipeline.transports.kafka.deliveries import key_of_id
-from pipeline.transports.options import KafkaOptions, topic_error
+from pipeline.transports.kafka.options import KafkaOptions, topic_error
+from pipeline.transports.kafka.source import KafkaSource
 
 log = structlog.get_logger(__name__)
 
@@ -85,7 +86,7 @@ class KafkaSink:
         return self._options.reply_topic
 
     def check_destination(self, destination: str) -> str | None:
-        return topic_error(destination, "reply_to") or forbidden(
+        return topic_error(destination, "reply_to") or reply_to_error(
             destination,
             prefixes=self._options.reply_prefixes,
             sources=(*self._options.topics, *self._options.refuse_destinations),
@@ -221,3 +222,10 @@ class KafkaSink:
         if sender is not None:
             sender.cancel()
         await closed_in_time(producer.client.close(), _CUT_TIMEOUT_S)
+
+
+async def open_sink(options: KafkaOptions, *, beside: Source | None, metrics: Metrics) -> KafkaSink:
+    """A connected sink; `beside` has surveyed the cluster already. Raises `ConnectionError`."""
+    sink = KafkaSink(options, metrics=metrics)
+    await sink.open(beside.facts if isinstance(beside, KafkaSource) else None)
+    return sink

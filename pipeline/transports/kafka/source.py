@@ -1,6 +1,6 @@
 """Requests from Kafka topics: explicit offsets, a commit watermark, polling that never stops.
 
-Who calls it: `pipeline.app` through `open_transport`; ingress receives from it.
+Who calls it: the registry; ingress receives from it.
 What must stay true: auto-commit is off and only offsets below the lowest unsettled record are ever
 committed; polling goes on while work runs, while paused and while draining, so the group never
 evicts us for being busy; settles from before a rebalance are ignored; nothing of aiokafka's
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 
+import msgspec
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
 from aiokafka.errors import (
@@ -31,7 +32,7 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery, UncountedAttempts
+from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery, UncountedAttempts
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
@@ -44,8 +45,8 @@ from pipeline.transports.kafka.consumer import (
     stop_consumer,
 )
 from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
+from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.watermark import Watermarks
-from pipeline.transports.options import KafkaOptions
 
 log = structlog.get_logger(__name__)
 
@@ -504,3 +505,19 @@ class KafkaSource(UncountedAttempts):
             self._forget(set(self._marks.partitions))
             self._progress.set()
             await stop_consumer(consumer, self._options.close_timeout_s)
+
+
+async def open_source(options: KafkaOptions, *, clock: Clock, metrics: Metrics) -> KafkaSource:
+    """A connected source. Raises `ConnectionError`; nothing stays open then."""
+    source = KafkaSource(options, clock=clock, metrics=metrics)
+    try:
+        await source.open()
+    except BaseException:
+        await source.aclose()
+        raise
+    return source
+
+
+async def reach(options: KafkaOptions) -> tuple[str, ...]:
+    """Whether the cluster can be used; creates nothing. Raises `ConnectionError`."""
+    return (await survey(msgspec.structs.replace(options, auto_create=False))).notices

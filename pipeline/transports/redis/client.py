@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFailed
 
-from pipeline.transports.options import RedisOptions
+from pipeline.transports.redis.options import RedisOptions
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +109,17 @@ async def close_client(client: Any, bound_s: float) -> None:
             await client.connection_pool.disconnect()
     except (RedisError, OSError, TimeoutError) as error:
         log.warning("redis_close_failed", error=type(error).__name__)
+
+
+async def ping(client: Any, options: RedisOptions) -> None:
+    """Whether the server answers us. Raises `ConnectionError`."""
+    try:
+        await client.execute_command("PING")
+    except (RedisError, OSError, TimeoutError) as error:
+        raise ConnectionError(
+            f"Redis at {options.address} cannot be used ({type(error).__name__}: {error}): "
+            "check that it runs, and the address, user and password"
+        ) from None
 
 
 async def survey(client: Any, options: RedisOptions) -> ServerFacts:

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError
 
-from pipeline.transports.options import RedisOptions
+from pipeline.transports.redis.options import RedisOptions
 
 # Removing a consumer drops its pending list, so the check and the removal must be one step.
 _REMOVE_DEAD = """

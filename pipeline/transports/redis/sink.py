@@ -21,11 +21,16 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker
-from pipeline.transports import names
-from pipeline.transports.destinations import forbidden
-from pipeline.transports.options import RedisOptions
-from pipeline.transports.redis.client import close_client, make_client
+from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
+from pipeline.transports.broker_names import reply_to_error
+from pipeline.transports.redis.client import close_client, make_client, ping
+from pipeline.transports.redis.options import (
+    DATA_FIELD,
+    LIST_PREFIX,
+    REPLY_LIST,
+    STREAM_PREFIX,
+    RedisOptions,
+)
 
 _PIPELINES = 2
 _BATCH_RECORDS = 128
@@ -59,25 +64,20 @@ class RedisSink:
         self._queue: deque[_Waiting] = deque()  # bounded by the publishers, each waits for its own
         self._leaders = 0
         self.max_record_bytes: int | None = options.max_record_bytes
-        self.dead_letter_destination = names.REDIS_STREAM_PREFIX + options.dead_letter_stream
+        self.dead_letter_destination = STREAM_PREFIX + options.dead_letter_stream
 
     async def open(self) -> None:
         """Connect. Raises `ConnectionError`."""
-        try:
-            await self._client.execute_command("PING")
-        except (RedisError, OSError, TimeoutError) as error:
-            raise ConnectionError(
-                f"Redis at {self._options.address} cannot be reached ({type(error).__name__} {error})"
-            ) from None
+        await ping(self._client, self._options)
 
     def default_destination(self, request_id: str) -> str:
-        return f"{names.REDIS_LIST_PREFIX}{names.REDIS_REPLY_LIST}{request_id}"
+        return f"{LIST_PREFIX}{REPLY_LIST}{request_id}"
 
     def check_destination(self, destination: str) -> str | None:
         kind, name = split_destination(destination)
         if kind is None:
             return "reply_to must be list:NAME or stream:NAME"
-        return forbidden(
+        return reply_to_error(
             name,
             prefixes=self._options.reply_prefixes,
             sources=(self._options.stream, *map(bare_name, self._options.refuse_destinations)),
@@ -210,17 +210,17 @@ class RedisSink:
         ttl_s, length = options.reply_ttl_s, options.reply_stream_maxlen
         if destination == self.dead_letter_destination:
             ttl_s, length = options.dead_letter_ttl_s, options.dead_letter_maxlen
-        if kind == names.REDIS_LIST_PREFIX:
+        if kind == LIST_PREFIX:
             return [
                 ("RPUSH", name, body),
                 ("LTRIM", name, -length, -1),
                 ("EXPIRE", name, ttl_s),
             ]
-        fields: list[str | bytes] = [names.REDIS_DATA_FIELD, body]
+        fields: list[str | bytes] = [DATA_FIELD, body]
         if "request-id" not in headers:
             fields += ["request-id", key]
         for header, value in headers.items():
-            if header != names.REDIS_DATA_FIELD:
+            if header != DATA_FIELD:
                 fields += [header, value]
         return [
             ("XADD", name, "MAXLEN", "~", length, "*", *fields),
@@ -230,7 +230,7 @@ class RedisSink:
 
 def split_destination(destination: str) -> tuple[str | None, str]:
     """(`list:` or `stream:`, NAME); (None, destination) when it is neither."""
-    for prefix in (names.REDIS_LIST_PREFIX, names.REDIS_STREAM_PREFIX):
+    for prefix in (LIST_PREFIX, STREAM_PREFIX):
         if destination.startswith(prefix):
             return prefix, destination.removeprefix(prefix)
     return None, destination
@@ -239,3 +239,14 @@ def split_destination(destination: str) -> tuple[str | None, str]:
 def bare_name(destination: str) -> str:
     """NAME without `list:` or `stream:`."""
     return split_destination(destination)[1]
+
+
+async def open_sink(options: RedisOptions, *, beside: Source | None, metrics: Metrics) -> RedisSink:
+    """A connected sink. Raises `ConnectionError`; nothing stays open then."""
+    sink = RedisSink(options, metrics=metrics)
+    try:
+        await sink.open()
+    except BaseException:
+        await sink.aclose()
+        raise
+    return sink

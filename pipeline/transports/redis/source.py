@@ -1,6 +1,6 @@
 """Requests from a Redis stream through a consumer group: leases, take-over, recovery.
 
-Who calls it: `pipeline.app` through `open_transport`; ingress receives from it.
+Who calls it: the registry; ingress receives from it.
 What must stay true: an entry leaves the group only by a settle (XACK and XDEL together); ours are
 renewed at half of `claim_idle_ms` while we live; what a dead consumer held is taken over; stream or
 group vanishing (FLUSHALL, restart without data) is repaired within one cycle and counted; nothing
@@ -29,19 +29,19 @@ from actors.ports import (
     SourceStatus,
     SystemClock,
 )
-from pipeline.transports import names
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
-from pipeline.transports.options import RedisOptions
+from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery
 from pipeline.transports.redis.client import (
     ServerFacts,
     close_client,
     create_group,
     is_nogroup,
     make_client,
+    ping,
     survey,
 )
 from pipeline.transports.redis.group import Entry, GroupCommands
 from pipeline.transports.redis.leases import Leases
+from pipeline.transports.redis.options import DATA_FIELD, RedisOptions
 
 log = structlog.get_logger(__name__)
 
@@ -315,7 +315,7 @@ class RedisSource:
             if self._knows(entry.id):
                 continue  # the other loop took it over while we waited for its count
             fields = dict(entry.fields or {})
-            body = fields.pop(names.REDIS_DATA_FIELD, b"")
+            body = fields.pop(DATA_FIELD, b"")
             delivery = HeldDelivery(
                 self,
                 entry.id,
@@ -468,3 +468,24 @@ def _id(delivery: HeldDelivery) -> str:
     entry: Any = delivery.token
     assert isinstance(entry, str)
     return entry
+
+
+async def open_source(options: RedisOptions, *, clock: Clock, metrics: Metrics) -> RedisSource:
+    """A connected source. Raises `ConnectionError`; nothing stays open then."""
+    source = RedisSource(options, clock=clock, metrics=metrics)
+    try:
+        await source.open()
+    except BaseException:
+        await source.aclose()
+        raise
+    return source
+
+
+async def reach(options: RedisOptions) -> tuple[str, ...]:
+    """Whether the server answers; creates nothing. Raises `ConnectionError`."""
+    client = make_client(options, connections=1)
+    try:
+        await ping(client, options)
+    finally:
+        await close_client(client, options.close_timeout_s)
+    return ()

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from pipeline.settings.load import load
-from pipeline.transports.options import KafkaOptions, RedisOptions
-from pipeline.transports.urls import parse_url
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.registry import parse_url
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = ROOT / "tests" / "support" / "schemas" / "compose-spec.json"

@@ -11,7 +11,8 @@ import yaml
 from typer.main import get_command
 
 from pipeline.cli.commands import app
-from pipeline.transports import names
+from pipeline.transports import broker_names
+from pipeline.transports.redis.options import REPLY_LIST
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,9 +76,9 @@ def test_client_code_in_the_readme_is_code_and_uses_the_real_names() -> None:
     assert len(code) == 2
     for block in code:
         ast.parse(block)
-        assert names.REQUEST_TOPIC in block
-    assert names.REPLY_TOPIC in code[1]
-    assert names.REDIS_REPLY_LIST in code[0]
+        assert broker_names.REQUESTS in block
+    assert broker_names.REPLIES in code[1]
+    assert REPLY_LIST in code[0]
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text("utf-8"))
     assert "localhost:${KAFKA_PORT:-9092}" in str(compose["services"]["kafka"]["environment"])
 

@@ -28,7 +28,9 @@ from pipeline.settings.load import (
     redacted,
     route_options,
 )
-from pipeline.transports.options import FileOptions, KafkaOptions, RedisOptions
+from pipeline.transports.files.options import FileOptions
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.redis.options import RedisOptions
 from schemas.requests import Limits
 
 ROOT = Path(__file__).parents[4]

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.ports import NoMetrics, PublishError, SourceClosed, SystemClock
-from pipeline.transports import FileOptions, Transport, open_transport
-from pipeline.transports.files import LineSplitter
+from pipeline.transports.files.lines import LineSplitter
+from pipeline.transports.files.options import FileOptions
+from pipeline.transports.registry import Transport, open_transport
 
 
 async def opened(path: Path | str, tmp_path: Path, **settings: Any) -> Transport:
@@ -95,7 +96,7 @@ async def test_pipe_is_read_as_it_comes(tmp_path: Path) -> None:
 COPY = """
 import asyncio
 from actors.ports import NoMetrics, SourceClosed, SystemClock
-from pipeline.transports import open_transport, parse_url
+from pipeline.transports.registry import open_transport, parse_url
 async def main():
     transport = await open_transport(parse_url("-"), clock=SystemClock(), metrics=NoMetrics())
     async with asyncio.TaskGroup() as group:

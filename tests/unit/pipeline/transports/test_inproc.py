@@ -7,8 +7,11 @@ import asyncio
 import pytest
 
 from actors.ports import NoMetrics, PublishError, SystemClock
-from pipeline.transports import InprocOptions, open_transport
-from pipeline.transports.inproc import InprocBroker, InprocSink, InprocSource, broker_for
+from pipeline.transports.inproc.broker import InprocBroker, broker_for
+from pipeline.transports.inproc.options import InprocOptions
+from pipeline.transports.inproc.sink import InprocSink
+from pipeline.transports.inproc.source import InprocSource
+from pipeline.transports.registry import open_transport
 
 
 async def echo(source: InprocSource, sink: InprocSink, parts: int = 1) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.ports import SourceClosed
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery
+from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery
 
 
 class Owner:

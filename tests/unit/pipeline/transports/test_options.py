@@ -8,48 +8,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transports import (
-    FileOptions,
-    InprocOptions,
-    KafkaOptions,
-    RedisOptions,
-    parse_url,
-)
-from pipeline.transports.destinations import forbidden
-from pipeline.transports.options import (
-    _FILE_RANGES,
-    _INPROC_RANGES,
-    _KAFKA_RANGES,
-    _REDIS_RANGES,
-    SECRET_FIELDS,
-)
+from pipeline.transports.broker_names import reply_to_error
+from pipeline.transports.files.options import FileOptions
+from pipeline.transports.inproc.options import InprocOptions
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.options import SECRET_FIELDS, bounds, declared
+from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.registry import KINDS, Kind, parse_url
 
-ALL = [
-    (KafkaOptions, {"bootstrap": "h:1"}, _KAFKA_RANGES),
-    (RedisOptions, {}, _REDIS_RANGES),
-    (InprocOptions, {}, _INPROC_RANGES),
-    (FileOptions, {}, _FILE_RANGES),
-]
+REQUIRED: dict[Any, dict[str, Any]] = {KafkaOptions: {"bootstrap": "h:1"}}
+ALL = [(kind.options, REQUIRED.get(kind.options, {})) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("cls", "base", "_ranges"), ALL)
-def test_defaults_are_consistent(cls: Any, base: dict[str, Any], _ranges: Any) -> None:
+@pytest.mark.parametrize(("cls", "base"), ALL)
+def test_defaults_are_consistent(cls: Any, base: dict[str, Any]) -> None:
     assert cls(**base).check() == []
 
 
-@pytest.mark.parametrize(("cls", "base", "ranges"), ALL)
-def test_every_number_is_checked_by_name(cls: Any, base: dict[str, Any], ranges: Any) -> None:
+@pytest.mark.parametrize(("cls", "base"), ALL)
+def test_every_number_is_checked_by_name(cls: Any, base: dict[str, Any]) -> None:
     """C13: zero, negative, huge and non-numbers are refused with the setting's name."""
-    numbers = {
-        field.name
-        for field in __import__("msgspec").structs.fields(cls)
-        if field.type in (int, float)
-    }
-    assert numbers == set(ranges), "a number without a range"
-    for name, (low, high) in ranges.items():
+    for name, field in declared(cls).items():
+        default = base.get(name, field.default)
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        found = bounds(field.type)
+        assert not is_number or found is not None, f"{name} is a number without a range"
+        if found is None:
+            continue
+        low, high = found
         for bad in (low - 1, -5, high + 1, 10**15, float("nan"), True, "7"):
             problems = cls(**{**base, name: bad}).check()
             assert any(problem.startswith(f"{name} is ") for problem in problems), (name, bad)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_has_the_same_files_with_the_same_functions(kind: Kind) -> None:
+    assert callable(kind.module("source").open_source) and callable(kind.module("source").reach)
+    assert callable(kind.module("sink").open_sink)
+    if kind.asks:
+        assert callable(kind.module("ask").open_asker)
 
 
 def kafka(**settings: Any) -> list[str]:
@@ -210,7 +207,7 @@ def test_secrets_are_known() -> None:
 )
 def test_reply_destinations(name: str, allowed: bool) -> None:
     """D: a request names only what the allow-list covers, never a source or the dead letters."""
-    reason = forbidden(
+    reason = reply_to_error(
         name,
         prefixes=("embedstream.",),
         sources=("embedstream.requests", "embedstream.other-source"),

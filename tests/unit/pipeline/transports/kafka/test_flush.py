@@ -8,8 +8,9 @@ from typing import Any
 from aiokafka import TopicPartition
 
 from actors.ports import Deadline
-from pipeline.transports import KafkaOptions, parse_url
+from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.source import KafkaSource
+from pipeline.transports.registry import parse_url
 
 
 class NothingAssigned:

@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as ConnectionFailed
 from redis.exceptions import NoPermissionError, ResponseError
 
 from actors.ports import PublishError
-from pipeline.transports import RedisOptions
+from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis.sink import RedisSink
 
 

@@ -1,22 +1,17 @@
-"""JSONL from a file or standard input, replies as JSON lines to a file or standard output.
+"""Requests from the lines of a file, a pipe or standard input, one JSON record each.
 
-Who calls it: `embedstream embed -`, batch runs over a file, demos without a broker.
+Who calls it: the registry; ingress receives from it.
 What must stay true: memory is bounded whatever the input (an endless line is cut, reading stops at
-`max_in_flight`); replies are whole lines in the order of completion; the source is exhausted only
-when every line it handed out is settled, so a released one can come again.
+`max_in_flight`); the source is exhausted only when every line it handed out is settled, so a
+released one can come again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import stat
-import threading
-from collections.abc import Mapping
-
-import structlog
 
 from actors.ports import (
     Clock,
@@ -24,52 +19,15 @@ from actors.ports import (
     Delivery,
     Metrics,
     NoMetrics,
-    PublishError,
     SourceStatus,
     SystemClock,
 )
-from pipeline.transports import names
-from pipeline.transports.intake import HandOff, HeldDelivery, Redelivery, UncountedAttempts
-from pipeline.transports.options import FileOptions
-
-log = structlog.get_logger(__name__)
+from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery, UncountedAttempts
+from pipeline.transports.files.lines import LineSplitter
+from pipeline.transports.files.options import STANDARD, FileOptions
 
 _CHUNK_BYTES = 64 * 1024
-_STDIN, _STDOUT = 0, 1
-
-
-class LineSplitter:
-    """Chunks in, lines out. Pure. Holds at most `max_line_bytes` + 1 bytes of an unfinished line.
-
-    A longer line comes out cut to `max_line_bytes` + 1 bytes: one too many, so that whoever checks
-    the limit sees that it is exceeded.
-    """
-
-    def __init__(self, max_line_bytes: int) -> None:
-        self._keep = max_line_bytes + 1
-        self._held = bytearray()
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Lines that end in this chunk, without their line ends."""
-        lines = []
-        *ended, rest = chunk.split(b"\n")
-        for piece in ended:
-            self._append(piece)
-            lines.append(self._take())
-        self._append(rest)
-        return lines
-
-    def end(self) -> list[bytes]:
-        """The last line, when the input does not end with a line end."""
-        return [self._take()] if self._held else []
-
-    def _append(self, piece: bytes) -> None:
-        self._held += piece[: self._keep - len(self._held)]
-
-    def _take(self) -> bytes:
-        line = bytes(self._held)
-        self._held.clear()
-        return line.removesuffix(b"\r")
+_STDIN = 0
 
 
 class FileSource(UncountedAttempts):
@@ -104,7 +62,7 @@ class FileSource(UncountedAttempts):
         if self._fd is not None:
             return
         path = self._options.path
-        if path == "-":
+        if path == STANDARD:
             self._fd = _STDIN
         else:
             try:
@@ -282,82 +240,15 @@ class FileSource(UncountedAttempts):
         self._wake.set()
 
 
-class FileSink:
-    """`actors.ports.Sink` that appends lines. Only its own two destinations exist."""
-
-    max_record_bytes: int | None = None
-    dead_letter_destination = names.FILE_DEAD_LETTERS
-
-    def __init__(self, options: FileOptions, *, metrics: Metrics | None = None) -> None:
-        self._options = options
-        self._metrics = metrics or NoMetrics()
-        self._fds: dict[str, int] = {}
-        self._line_lock = threading.Lock()
-
-    async def open(self) -> None:
-        """Open the outputs. Raises `ConnectionError`."""
-        self._open_output(names.FILE_REPLIES, self._options.replies)
-        if self._options.dead_letters is not None:
-            self._open_output(names.FILE_DEAD_LETTERS, self._options.dead_letters)
-
-    def _open_output(self, destination: str, path: str) -> None:
-        if path == "-":
-            self._fds[destination] = _STDOUT
-            return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        try:
-            self._fds[destination] = os.open(path, flags, 0o644)
-        except OSError as error:
-            raise ConnectionError(f"{path} cannot be written ({error.strerror})") from None
-
-    def default_destination(self, request_id: str) -> str:
-        return names.FILE_REPLIES
-
-    def check_destination(self, destination: str) -> str | None:
-        if destination == names.FILE_REPLIES:
-            return None
-        return "replies of a file go to its one output: leave reply_to away"
-
-    async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
-    ) -> None:
-        if destination == names.FILE_DEAD_LETTERS:
-            self._metrics.count("sink_dead_letters_total", transport="file")
-            log.warning("dead_letter", id=key, size_bytes=len(body))
-            if destination not in self._fds:
-                return
-            body = _dead_letter(key, body, headers)
-        fd = self._fds.get(destination)
-        if fd is None:
-            raise PublishError(f"no file output is named {destination[:80]!r}", retryable=False)
-        # JSON strings hold no raw line end, so any that is here is mere layout.
-        line = body.replace(b"\r", b" ").replace(b"\n", b" ") + b"\n"
-        try:
-            await asyncio.to_thread(self._write, fd, line)
-        except BrokenPipeError:
-            raise PublishError("the reader of the output has gone away", retryable=False) from None
-        except OSError as error:
-            raise PublishError(f"output: {error.strerror}", retryable=True) from None
-        self._metrics.count("sink_records_total", transport="file")
-
-    def _write(self, fd: int, line: bytes) -> None:
-        # In a thread, which a cancelled publish does not stop: a line is written whole or not begun.
-        with self._line_lock:
-            view = memoryview(line)
-            while view:
-                view = view[os.write(fd, view) :]
-
-    async def aclose(self) -> None:
-        for fd in self._fds.values():
-            if fd != _STDOUT:
-                os.close(fd)
-        self._fds.clear()
+async def open_source(options: FileOptions, *, clock: Clock, metrics: Metrics) -> FileSource:
+    """A source whose file is open. Raises `ConnectionError`."""
+    source = FileSource(options, clock=clock, metrics=metrics)
+    await source.open()
+    return source
 
 
-def _dead_letter(key: str, body: bytes, headers: Mapping[str, bytes]) -> bytes:
-    record = {
-        "id": key,
-        "headers": {name: value.decode("utf-8", "replace") for name, value in headers.items()},
-        "body": body.decode("utf-8", "backslashreplace"),
-    }
-    return json.dumps(record).encode()
+async def reach(options: FileOptions) -> tuple[str, ...]:
+    """Whether the file can be read. Raises `ConnectionError`."""
+    if options.path != STANDARD and not os.access(options.path, os.R_OK):
+        raise ConnectionError(f"{options.path} cannot be read: check the path of the source")
+    return ()

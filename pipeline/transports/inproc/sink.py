@@ -1,0 +1,65 @@
+"""The in-process sink: replies into the boxes of the broker.
+
+Who calls it: egress publishes through it.
+What must stay true: destinations are `inproc:NAME`; the dead letters are no reply destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from actors.ports import Metrics, PublishError, RecordTooLargeForBroker, Source
+from pipeline.transports.broker_names import DEAD_LETTERS, name_error
+from pipeline.transports.inproc.broker import InprocBroker, InprocReply, broker_for
+from pipeline.transports.inproc.options import DESTINATION_PREFIX, InprocOptions
+
+
+class InprocSink:
+    """`actors.ports.Sink` over an `InprocBroker`. Destinations are `inproc:NAME`."""
+
+    dead_letter_destination = f"{DESTINATION_PREFIX}{DEAD_LETTERS}"
+
+    def __init__(self, broker: InprocBroker) -> None:
+        self._broker = broker
+        self.max_record_bytes = broker.options.max_record_bytes
+
+    def default_destination(self, request_id: str) -> str:
+        return f"{DESTINATION_PREFIX}{request_id}"
+
+    def check_destination(self, destination: str) -> str | None:
+        if not destination.startswith(DESTINATION_PREFIX):
+            return f"a reply destination in this process starts with {DESTINATION_PREFIX!r}"
+        if destination == self.dead_letter_destination:
+            return "dead letters are no reply destination"
+        return name_error(destination.removeprefix(DESTINATION_PREFIX), "reply_to")
+
+    async def publish(
+        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+    ) -> None:
+        faults = self._broker.faults
+        if faults.before_publish is not None:
+            await faults.before_publish(destination, body)
+        if faults.fail_publishes > 0:
+            faults.fail_publishes -= 1
+            raise PublishError("injected publish failure", retryable=True)
+        size = len(body) + sum(len(name) + len(value) for name, value in headers.items())
+        if self.max_record_bytes is not None and size > self.max_record_bytes:
+            raise RecordTooLargeForBroker(
+                f"a record of {size} bytes exceeds max_record_bytes ({self.max_record_bytes})",
+                limit_bytes=self.max_record_bytes,
+                given_bytes=size,
+            )
+        if faults.drop_publishes > 0:
+            faults.drop_publishes -= 1
+            return
+        self._broker.publish(destination, InprocReply(key, body, dict(headers)))
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+
+async def open_sink(
+    options: InprocOptions, *, beside: Source | None, metrics: Metrics
+) -> InprocSink:
+    """A sink over the broker of that name in this process."""
+    return InprocSink(broker_for(options))

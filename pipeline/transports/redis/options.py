@@ -1,0 +1,174 @@
+"""Options of the Redis transport, how an address names them, and the names fixed by the wire.
+
+Who calls it: the registry; everything in this folder reads `RedisOptions`.
+What must stay true: as in `pipeline.transports.options`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+from urllib.parse import SplitResult
+
+from pipeline.transports.address import plain
+from pipeline.transports.broker_names import (
+    DEAD_LETTERS,
+    GROUP,
+    REPLY_PREFIXES,
+    REQUESTS,
+    name_error,
+    prefix_problems,
+)
+from pipeline.transports.options import (
+    MaxInFlight,
+    MaxReceive,
+    Options,
+    Place,
+    RefuseDestinations,
+    ReleaseBackoffMaxMs,
+    ReleaseBackoffMs,
+    ReplyPrefixes,
+    says,
+    within,
+)
+
+REPLY_LIST = "embedstream.reply."
+"""Prefix of the list that holds the reply of one request: `list:embedstream.reply.<request id>`."""
+DATA_FIELD = "data"
+"""The field of a stream entry that carries the record; every other field is a header."""
+STREAM_PREFIX = "stream:"
+"""How a destination names a stream."""
+LIST_PREFIX = "list:"
+"""How a destination names a list."""
+
+_DAY_S = 24 * 3600
+MAX_TTL_S = 10 * 365 * _DAY_S
+
+
+class RedisOptions(Options, frozen=True, kw_only=True):
+    """A Redis (>= 6.2) or Valkey stream source and the sink beside it."""
+
+    host: Annotated[str, says("Name or address of the server.")] = "localhost"
+    port: Annotated[int, within(1, 65_535, "Port of the server.")] = 6379
+    db: Annotated[int, within(0, 100_000, "Number of the database.")] = 0
+    username: Annotated[str | None, says("From the address.")] = None
+    password: Annotated[str | None, says("From the address.")] = None
+    tls: Annotated[bool, says("From the address: rediss://.")] = False
+    ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
+    stream: Annotated[str, says("The request stream.")] = REQUESTS
+    group: Annotated[str, says("Consumer group: members share the requests.")] = GROUP
+    consumer: Annotated[
+        str | None, says("Name inside the group; None makes one that no other process has.")
+    ] = None
+    start: Annotated[
+        str, says("Where a new group begins: `0` is the whole backlog, `$` only what comes later.")
+    ] = "0"
+    block_ms: Annotated[int, within(1, 600_000, "Longest wait of one XREADGROUP.")] = 2000
+    claim_idle_ms: Annotated[
+        int,
+        within(
+            50, 86_400_000, "An entry that its owner has not renewed for this long is taken over."
+        ),
+    ] = 60_000
+    claim_interval_ms: Annotated[
+        int, within(10, 86_400_000, "How often entries of silent owners are looked for.")
+    ] = 5000
+    max_in_flight: MaxInFlight = 1024
+    max_in_flight_bytes: Annotated[int, within(1024, 2**40, "Bytes handed out or buffered.")] = (
+        256 * 1024 * 1024
+    )
+    max_receive: MaxReceive = 256
+    settle_interval_ms: Annotated[
+        int, within(0, 60_000, "How long settles gather before one pipelined XACK and XDEL.")
+    ] = 5
+    reply_ttl_s: Annotated[int, within(1, MAX_TTL_S, "How long an unread reply is kept.")] = 300
+    reply_stream_maxlen: Annotated[
+        int, within(1, 1_000_000_000, "Replies a reply stream keeps, roughly; older ones go.")
+    ] = 100_000
+    dead_letter_ttl_s: Annotated[int, within(1, MAX_TTL_S, "How long dead letters are kept.")] = (
+        14 * _DAY_S
+    )
+    dead_letter_maxlen: Annotated[
+        int, within(1, 1_000_000_000, "Dead letters kept, roughly; older ones go.")
+    ] = 100_000
+    socket_timeout_s: Annotated[
+        float, within(0.05, 3600, "Bound of one answer; above block_ms.")
+    ] = 10.0
+    connect_timeout_s: Annotated[float, within(0.05, 3600, "Bound of connecting.")] = 5.0
+    close_timeout_s: Annotated[float, within(0.1, 600, "Bound of disconnecting.")] = 5.0
+    max_record_bytes: Annotated[
+        int, within(1024, 512 * 1024 * 1024, "Largest reply written; Redis itself takes 512 MiB.")
+    ] = 64 * 1024 * 1024
+    release_backoff_ms: ReleaseBackoffMs = 200
+    release_backoff_max_ms: ReleaseBackoffMaxMs = 10_000
+    dead_letter_stream: Annotated[str, says("Where dead letters go.")] = DEAD_LETTERS
+    reply_prefixes: ReplyPrefixes = REPLY_PREFIXES
+    refuse_destinations: RefuseDestinations = ()
+
+    @classmethod
+    def address_values(cls, parts: SplitResult) -> dict[str, Any]:
+        if "@" in parts.path:
+            raise ValueError("an '@' in the name of a stream is written %40")
+        values: dict[str, Any] = {"tls": parts.scheme == "rediss"}
+        try:
+            port = parts.port
+        except ValueError:
+            raise ValueError("the port is no number from 1 to 65535") from None
+        if parts.hostname:
+            values["host"] = parts.hostname
+        if port is not None:
+            values["port"] = port
+        if parts.username:
+            values["username"] = plain(parts.username)
+        if parts.password is not None:
+            values["password"] = plain(parts.password)
+        stream = plain(parts.path.lstrip("/"))
+        if stream:
+            values["stream"] = stream
+        return values
+
+    @property
+    def address(self) -> str:
+        """`redis://host:port` without user and password: fit for logs."""
+        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
+
+    def consumes(self) -> tuple[Place, ...]:
+        return (self._place(self.stream, group=self.group),)
+
+    def writes(self) -> tuple[Place, ...]:
+        name = self.dead_letter_stream
+        return (self._place(name, option="dead_letter_stream", is_dead_letters=True),)
+
+    def _place(self, stream: str, **more: Any) -> Place:
+        server = f"{self.host}:{self.port}/{self.db}"
+        return Place(frozenset([server]), "stream", stream, **more)
+
+    def name_problems(self) -> list[str]:
+        named = [
+            ("stream", self.stream),
+            ("group", self.group),
+            ("dead_letter_stream", self.dead_letter_stream),
+            ("host", self.host),
+        ]
+        if self.consumer is not None:
+            named.append(("consumer", self.consumer))
+        problems = prefix_problems(self.reply_prefixes)
+        problems += [error for what, value in named if (error := name_error(value, what))]
+        if not re.fullmatch(r"\$|\d{1,20}(-\d{1,20})?", self.start):
+            problems.append(f"start is {self.start!r}, expected 0, $ or an entry id such as 1700-0")
+        if self.stream == self.dead_letter_stream:
+            problems.append(
+                f"stream and dead_letter_stream are both {self.stream}: "
+                "a dead letter would become a request; rename one"
+            )
+        return problems
+
+    def contradictions(self) -> list[str]:
+        problems = self.not_above("claim_interval_ms", "claim_idle_ms")
+        problems += self.not_above("release_backoff_ms", "release_backoff_max_ms")
+        if self.block_ms >= self.socket_timeout_s * 1000:
+            problems.append(
+                f"block_ms ({self.block_ms}) must be below socket_timeout_s "
+                f"({self.socket_timeout_s:g} s): lower the one or raise the other"
+            )
+        return problems

@@ -1,0 +1,192 @@
+"""Every kind of transport, one row each; nobody else tells them apart.
+
+Who calls it: settings (addresses, contradictions, the page), the graph (a transport per route), the
+CLI (`--source`, `--via`, `check`).
+What must stay true: importing this module imports no broker client: `<kind>/source.py`, `sink.py`
+and `ask.py` are imported when one is opened. All kinds pass the one suite in `tests/conformance/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from actors.ports import Clock, Metrics, Sink, Source
+from pipeline.transports.address import read_address, scheme_of
+from pipeline.transports.ask import Asker
+from pipeline.transports.files.options import STANDARD, FileOptions
+from pipeline.transports.inproc.options import InprocOptions
+from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.options import Options
+from pipeline.transports.redis.options import RedisOptions
+from schemas.requests import Lane
+
+
+class _SourceModule(Protocol):
+    async def open_source(self, options: Any, *, clock: Clock, metrics: Metrics) -> Source:
+        """Connected, or a `ConnectionError` with a remedy; nothing stays open then."""
+        ...
+
+    async def reach(self, options: Any) -> tuple[str, ...]:
+        """As `registry.reach`."""
+        ...
+
+
+class _SinkModule(Protocol):
+    async def open_sink(self, options: Any, *, beside: Source | None, metrics: Metrics) -> Sink:
+        """As `open_source`. `beside`: the source of the same options, and what it has learned."""
+        ...
+
+
+class _AskModule(Protocol):
+    async def open_asker(self, options: Any, *, timeout_s: float) -> Asker:
+        """As `open_source`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of transport.
+
+    name      in metric labels, and of a route that `--source` makes
+    schemes   of its addresses
+    title, form  heading and address in docs/settings.md
+    options   what an address of it is read into
+    folder    the package with `source.py`, `sink.py` and, when `asks`, `ask.py`
+    asks      a running service can be asked over it
+    lane      where its requests go unless the route says otherwise
+    """
+
+    name: str
+    schemes: tuple[str, ...]
+    title: str
+    form: str
+    options: type[Options]
+    folder: str
+    asks: bool = False
+    lane: Lane = "bulk"
+
+    def module(self, file: str) -> Any:
+        """`source`, `sink` or `ask` of this kind, imported on first use."""
+        return import_module(f"pipeline.transports.{self.folder}.{file}")
+
+
+KINDS = (
+    Kind(
+        name="kafka",
+        schemes=("kafka",),
+        title="Kafka",
+        form="kafka://host:port[,host:port]/topic[,topic]",
+        options=KafkaOptions,
+        folder="kafka",
+        asks=True,
+    ),
+    Kind(
+        name="redis",
+        schemes=("redis", "rediss"),
+        title="Redis and Valkey",
+        form="redis://[user:password@]host[:port]/stream (rediss:// for TLS)",
+        options=RedisOptions,
+        folder="redis",
+        asks=True,
+        lane="interactive",  # a Redis queue is where somebody waits for the answer
+    ),
+    Kind(
+        name="file",
+        schemes=("file",),
+        title="Files",
+        form="file:///path.jsonl, or - for stdin to stdout",
+        options=FileOptions,
+        folder="files",
+    ),
+    Kind(
+        name="inproc",
+        schemes=("inproc",),
+        title="In process",
+        form="inproc://name",
+        options=InprocOptions,
+        folder="inproc",
+    ),
+)
+_BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
+_BY_OPTIONS = {kind.options: kind for kind in KINDS}
+
+
+def kind_of(url: str) -> Kind:
+    """The kind that an address belongs to. Raises `ValueError`."""
+    scheme = "file" if url == STANDARD else scheme_of(url)
+    if scheme in _BY_SCHEME:
+        return _BY_SCHEME[scheme]
+    known = ", ".join(f"{known}://" for known in _BY_SCHEME)
+    # Without :// the text may be anything, a login too.
+    shown = "" if scheme is None else f" {scheme!r}"
+    raise ValueError(f"unknown transport{shown}: use {known} or {STANDARD}")
+
+
+def parse_url(url: str) -> Options:
+    """Options of the transport that `url` names.
+
+    - ``kafka://host:port[,host:port]/topic[,topic]?group=g&session_timeout_ms=6000``
+    - ``redis://[user:password@]host[:port]/stream?group=g&db=1`` (``rediss://`` for TLS)
+    - ``inproc://name``, ``file:///path.jsonl?replies=/out.jsonl``, ``-`` (stdin to stdout)
+
+    Every option is a query parameter; lists are comma-separated. Raises `ValueError` with one line
+    that names the parameter; `check()` has been passed.
+    """
+    kind = kind_of(url)
+    return kind.options() if url == STANDARD else read_address(url, kind.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A source and the sink beside it for replies and dead letters. Close the source first."""
+
+    source: Source
+    sink: Sink
+
+
+async def open_transport(options: Options, *, clock: Clock, metrics: Metrics) -> Transport:
+    """Connect both halves. The caller then starts `source.run()` as a task.
+
+    Raises `ValueError` when `options.check()` finds a contradiction and `ConnectionError`, with a
+    one-line remedy, when the broker cannot be used; nothing stays open then.
+    """
+    problems = options.check()
+    if problems:
+        raise ValueError("; ".join(problems))
+    kind = _BY_OPTIONS[type(options)]
+    sources: _SourceModule = kind.module("source")
+    sinks: _SinkModule = kind.module("sink")
+    source = await sources.open_source(options, clock=clock, metrics=metrics)
+    try:
+        sink = await sinks.open_sink(options, beside=source, metrics=metrics)
+    except BaseException:
+        await source.aclose()
+        raise
+    return Transport(source, sink)
+
+
+async def open_asker(url: str, *, timeout_s: float = 10.0) -> Asker:
+    """Connect to the service behind `url` (`redis://host:port/stream`, `kafka://host:port/topic`).
+
+    Raises `ValueError` for an address nobody can ask and `ConnectionError` for a broker out of
+    reach.
+    """
+    options, kind = parse_url(url), kind_of(url)
+    if not kind.asks:
+        able = " or ".join(f"{kind.schemes[0]}://" for kind in reversed(KINDS) if kind.asks)
+        raise ValueError(f"a running service is asked over {able}")
+    askers: _AskModule = kind.module("ask")
+    return await askers.open_asker(options, timeout_s=timeout_s)
+
+
+async def reach(url: str) -> tuple[str, ...]:
+    """Whether the broker behind a source can be used; joins no group and creates nothing.
+
+    Returns one line per thing that works but should be looked at (a topic that does not exist yet).
+    Raises `ConnectionError` or `ValueError` with one line and the remedy.
+    """
+    options = parse_url(url)
+    sources: _SourceModule = kind_of(url).module("source")
+    return await sources.reach(options)
