@@ -16,6 +16,8 @@ _SENSITIVE = r"pass(?:word|wd)|secret|token(?!s)|api[_-]?key|access[_-]?key|cred
 _URL_PASSWORD = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.\-]*://[^\s/?#@:]*:)[^\s/?#]*(?=@)")
 # A password may hold '/', '?' or '#' unescaped: everything up to the last '@' is hidden then.
 _URL_BAD_PASSWORD = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.\-]*://[^\s/?#@:]*:)[^\s@]*(?=@)")
+# Mistyped addresses and bare logins: redis:/user:password@host, user:password@host
+_LOGIN = re.compile(r"(?P<head>\b[A-Za-z][\w+.\-]*:(?!//)(?:/(?:[^\s/?#@:]*:)?)?)[^\s@]+(?=@)")
 _QUERY_SECRET = re.compile(rf"(?P<head>[?&;][^=\s&?]*(?:{_SENSITIVE})[^=\s&?]*=)[^&\s;]+", re.I)
 _SECRET_NAME = re.compile(_SENSITIVE, re.I)
 
@@ -25,6 +27,8 @@ def redact(text: str) -> str:
     if "://" in text:
         text = _URL_PASSWORD.sub(rf"\g<head>{MASK}", text)
         text = _URL_BAD_PASSWORD.sub(rf"\g<head>{MASK}", text)
+    if "@" in text:
+        text = _LOGIN.sub(rf"\g<head>{MASK}", text)
     if "=" in text:
         text = _QUERY_SECRET.sub(rf"\g<head>{MASK}", text)
     return text

@@ -77,7 +77,12 @@ TRANSPORT_HEAD = """
 Every option is a query parameter of the address in `routes.source`, and of `--via`:
 `kafka://localhost:9092/embedstream.requests?group=embedstream&session_timeout_ms=6000`.
 User and password of Redis stand in front of the host (`redis://user:password@host:6379/stream`);
-those of Kafka are `sasl_username` and `sasl_password`.
+those of Kafka are `sasl_username` and `sasl_password`. The path of a Redis address is the stream, or,
+when it is a number, the database as in every Redis URL: `redis://host/jobs?db=3` and
+`redis://host/3?stream=jobs` are the same.
+
+In an address, `/`, `?`, `#`, `&`, `%` and `@` inside a value or a password are written as %2F, %3F, %23,
+%26, %25 and %40. A `+` is a plus; a space is written %20.
 """
 
 

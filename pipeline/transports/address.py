@@ -84,7 +84,9 @@ def _query(options: type[Options], query: str, given: frozenset[str]) -> dict[st
             raise ValueError("a parameter is written name=value, with & between two")
         if name not in fields:
             raise ValueError(f"unknown parameter {name!r}; known are {', '.join(sorted(fields))}")
-        if name in values or name in given:
+        if name in given:
+            raise ValueError(f"{name!r} is given twice: before the ? and as a parameter")
+        if name in values:
             raise ValueError(f"parameter {name!r} is given twice")
         try:
             values[name] = parse(_given_kind(fields[name].type), plain(text), is_text=True)

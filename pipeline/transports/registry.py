@@ -86,7 +86,7 @@ KINDS = (
         name="redis",
         schemes=("redis", "rediss"),
         title="Redis and Valkey",
-        form="redis://[user:password@]host[:port]/stream (rediss:// for TLS)",
+        form="redis://[user:password@]host[:port][/stream or /db] (rediss:// for TLS)",
         options=RedisOptions,
         folder="redis",
         asks=True,
@@ -128,7 +128,8 @@ def parse_url(url: str) -> Options:
     """Options of the transport that `url` names.
 
     - ``kafka://host:port[,host:port]/topic[,topic]?group=g&session_timeout_ms=6000``
-    - ``redis://[user:password@]host[:port]/stream?group=g&db=1`` (``rediss://`` for TLS)
+    - ``redis://[user:password@]host[:port]/stream?group=g&db=1`` (``rediss://`` for TLS);
+      a path that is a number is the database: ``redis://host/1?stream=s``
     - ``inproc://name``, ``file:///path.jsonl?replies=/out.jsonl``, ``-`` (stdin to stdout)
 
     Every option is a query parameter; lists are comma-separated. Raises `ValueError` with one line

@@ -41,8 +41,22 @@ STREAM_PREFIX = "stream:"
 LIST_PREFIX = "list:"
 """How a destination names a list."""
 
+_MAX_DB_DIGITS = 6
 _DAY_S = 24 * 3600
 MAX_TTL_S = 10 * 365 * _DAY_S
+
+
+def _path_values(path: str) -> dict[str, Any]:
+    """`/3` is database 3, as in every Redis URL; any other path is a stream."""
+    database, _, stream = path.partition("/")
+    if not re.fullmatch(r"[0-9]+", database):
+        return {"stream": path} if path else {}
+    if stream or len(database) > _MAX_DB_DIGITS:
+        raise ValueError(
+            "a path that begins with a number names a database: write /STREAM?db=NUMBER for a stream "
+            "in a database, or ?stream=NAME for a stream of that name"
+        )
+    return {"db": int(database)}
 
 
 class RedisOptions(Options, frozen=True, kw_only=True):
@@ -50,7 +64,10 @@ class RedisOptions(Options, frozen=True, kw_only=True):
 
     host: Annotated[str, says("Name or address of the server.")] = "localhost"
     port: Annotated[int, within(1, 65_535, "Port of the server.")] = 6379
-    db: Annotated[int, within(0, 100_000, "Number of the database.")] = 0
+    db: Annotated[
+        int,
+        within(0, 100_000, "Number of the database; the address may end in it: redis://host/3."),
+    ] = 0
     username: Annotated[str | None, says("From the address.")] = None
     password: Annotated[str | None, says("From the address.")] = None
     tls: Annotated[bool, says("From the address: rediss://.")] = False
@@ -122,10 +139,7 @@ class RedisOptions(Options, frozen=True, kw_only=True):
             values["username"] = plain(parts.username)
         if parts.password is not None:
             values["password"] = plain(parts.password)
-        stream = plain(parts.path.lstrip("/"))
-        if stream:
-            values["stream"] = stream
-        return values
+        return values | _path_values(plain(parts.path.lstrip("/")))
 
     @property
     def address(self) -> str:

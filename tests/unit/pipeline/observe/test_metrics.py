@@ -257,6 +257,9 @@ def test_levels_and_console_format() -> None:
         ("kafka://h:1/t?sasl_password=a%20b&group=g", "kafka://h:1/t?sasl_password=***&group=g"),
         ("kafka://h:1/t?max_tokens=3", "kafka://h:1/t?max_tokens=3"),
         ("redis://h:6379/q?group=g", "redis://h:6379/q?group=g"),
+        ("redis:/user:pw@host:1/x", "redis:/user:***@host:1/x"),
+        ("redis:/pw@host:1/x", "redis:/***@host:1/x"),
+        ("user:p:w@host", "user:***@host"),
         ("no address", "no address"),
     ],
 )

@@ -446,6 +446,9 @@ def test_no_print_shows_a_secret(file: Path) -> None:
 def test_a_refused_secret_is_not_echoed() -> None:
     text = refused({"routes.a.source": ["redis://u:hunter2@h/q"], "models.m.path": "x"})
     assert "hunter2" not in text
+    for source in ("redis:/u:hunter2@h/q", ["redis:/u:hunter2@h/q"], "u:hunter2@h"):  # K32
+        text = refused({"routes.a.source": source, "models.m.path": "x"})
+        assert "hunter2" not in text and "routes.0.source" in text
 
 
 def test_explain_lists_every_leaf(file: Path) -> None:

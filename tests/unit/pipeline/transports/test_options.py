@@ -132,6 +132,7 @@ def test_addresses() -> None:
     )
     assert parse_url("rediss://h/s") == RedisOptions(host="h", stream="s", tls=True)
     assert parse_url("redis://h") == RedisOptions(host="h")
+    assert parse_url("redis://h/") == RedisOptions(host="h")
     assert parse_url("inproc://n?max_queued=3") == InprocOptions(name="n", max_queued=3)
     assert parse_url("file:///tmp/a%20b.jsonl?replies=/x") == FileOptions(
         path="/tmp/a b.jsonl", replies="/x"
@@ -139,9 +140,81 @@ def test_addresses() -> None:
     assert parse_url("-") == FileOptions()
 
 
+def test_a_number_as_the_path_of_a_redis_address_is_the_database() -> None:
+    """K05: as everywhere else; the stream stands beside it as a parameter."""
+    assert parse_url("redis://h/3") == RedisOptions(host="h", db=3)
+    assert parse_url("redis://h/3/") == RedisOptions(host="h", db=3)
+    both = RedisOptions(host="h", db=3, stream="jobs")
+    assert parse_url("redis://h/3?stream=jobs") == parse_url("redis://h/jobs?db=3") == both
+    assert parse_url("redis://h/jobs/3") == RedisOptions(host="h", stream="jobs/3")
+    assert parse_url("redis://h?stream=3") == RedisOptions(host="h", stream="3")
+
+
+@pytest.mark.parametrize("url", ["redis://h/3/jobs", "redis://h/20260101"])
+def test_a_path_that_may_be_database_or_stream_is_refused_with_both_spellings(url: str) -> None:
+    """K05"""
+    with pytest.raises(ValueError, match=r"db=NUMBER.*stream=NAME"):
+        parse_url(url)
+
+
+def test_a_plus_in_a_secret_stays() -> None:
+    """K13"""
+    options = parse_url("kafka://h/t?sasl_password=a+b%20c%2B&sasl_username=u"
+                        "&security_protocol=sasl_ssl")  # fmt: skip
+    assert isinstance(options, KafkaOptions)
+    assert (options.sasl_password, options.security_protocol) == ("a+b c+", "SASL_SSL")
+    assert parse_url("redis://u:a+b@h/s") == RedisOptions(
+        host="h", username="u", password="a+b", stream="s"
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:S3CRET/S3CRET@host:6379/s",
+        "redis://user:S3CRET?S3CRET@host:6379/s",
+        "redis://user:S3CRET#S3CRET@host:6379/s",
+        "redis://:12/S3CRET@host:6379/s",
+        "redis://user:12?S3CRET=S3CRET@host:6379/s",
+        "redis://user/S3CRET@host",
+        "kafka://user:S3CRET/S3CRET@host:9092/t",
+        "kafka://user:S3CRET?S3CRET=1@host:9092/t",
+        "kafka://user/S3CRET@host:9092/t",
+    ],
+)
+def test_an_unescaped_character_in_a_password_is_named_and_the_password_is_not(url: str) -> None:
+    """K13"""
+    with pytest.raises(
+        ValueError, match=r"'/' in that as %2F, '\?' as %3F and '#' as %23"
+    ) as caught:
+        parse_url(url)
+    assert "S3CRET" not in str(caught.value) and "12" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis:/user:S3CRET@host:1/x",
+        "redis:user:S3CRET@host",
+        "user:S3CRET@host:1",
+        "S3CRET",
+        "redis://u:S3CRET[@host",
+        "redis://u:S3CRET\u2100@host/s",
+        "redis://u:%FFS3CRET@host/s",
+        "kafka://h/t?S3CRET",
+    ],
+)
+def test_what_cannot_be_read_is_refused_without_repeating_it(url: str) -> None:
+    """K32"""
+    with pytest.raises(ValueError) as caught:
+        parse_url(url)
+    assert "S3CRET" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("redis://h/3?db=4", ["'db'", "twice"]),
         ("kafka://h:1/t?grup=g", ["unknown parameter 'grup'"]),
         ("kafka://h:1/t?group=a&group=b", ["'group'", "twice"]),
         ("kafka://h:1/t?topics=b", ["'topics'", "twice"]),
