@@ -59,6 +59,7 @@ async def run_inproc(
     *,
     metrics: Metrics | None = None,
     runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
+    broker: InprocBroker | None = None,
 ) -> AsyncIterator[InprocService]:
     """A running service without a broker, for one-off commands, the quick demo and tests.
 
@@ -66,7 +67,7 @@ async def run_inproc(
     """
     route = RouteSettings(name="inproc", source="inproc://embedstream", lane="bulk")
     settings = msgspec.structs.replace(settings, routes=(route,))
-    broker = InprocBroker()
+    broker = broker or InprocBroker()
     transport = Transport(InprocSource(broker), InprocSink(broker))
     await transport.source.open()
     app = App(

@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from actors.ports import Delivery, SourceClosed
@@ -112,16 +112,6 @@ class HeldDelivery:
         return (
             f"HeldDelivery({dict(self.origin)}, attempt={self.attempt}, {self._outcome or 'held'})"
         )
-
-
-class UncountedAttempts:
-    """For sources that hand a record out again only while this process lives."""
-
-    async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
-        """Nobody else would get them."""
-
-    async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Nothing was noted."""
 
 
 class HandOff:

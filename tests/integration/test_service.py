@@ -28,6 +28,7 @@ from schemas.codec import decode_reply, join_parts
 from schemas.requests import LANES, AnyRequest
 from schemas.results import FailureReply, Reply
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids, fake_vector
+from tests.support.inproc_faults import FaultyBroker
 
 MSGPACK = {"content-type": b"application/msgpack"}
 
@@ -45,7 +46,10 @@ async def service(
         name: (lambda one=one: one) for name, one in runners.items()
     }
     async with run_inproc(
-        settings or Settings(), metrics=metrics, runner_factories=factories
+        settings or Settings(),
+        metrics=metrics,
+        runner_factories=factories,
+        broker=FaultyBroker(),
     ) as running:
         yield running
 

@@ -13,20 +13,20 @@ from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.settings.load import PublishSettings, RouteSettings, Settings
-from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.sink import InprocSink
 from pipeline.transports.inproc.source import InprocSource
 from pipeline.transports.registry import Transport
 from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import FakeRunner
+from tests.support.inproc_faults import FaultyBroker
 
 NAMES = ("one", "two")
 
 
 @asynccontextmanager
 async def running(
-    brokers: dict[str, InprocBroker], publish: PublishSettings, runner: FakeRunner | None = None
+    brokers: dict[str, FaultyBroker], publish: PublishSettings, runner: FakeRunner | None = None
 ) -> AsyncIterator[App]:
     transports = {
         name: Transport(InprocSource(broker), InprocSink(broker))
@@ -54,7 +54,7 @@ async def running(
 
 async def test_a_route_whose_broker_hangs_does_not_hold_up_the_others() -> None:
     """E11: every publisher that waits for a dead broker belongs to that broker's route."""
-    brokers = {name: InprocBroker() for name in NAMES}
+    brokers = {name: FaultyBroker() for name in NAMES}
     entered, never = asyncio.Semaphore(0), asyncio.Event()
 
     async def hang(destination: str, body: bytes) -> None:
@@ -74,7 +74,7 @@ async def test_a_route_whose_broker_hangs_does_not_hold_up_the_others() -> None:
 
 async def test_refusals_of_a_route_whose_broker_hangs_do_not_hold_up_the_others() -> None:
     """E11: nor do its refusals take the slots of the others."""
-    brokers = {name: InprocBroker() for name in NAMES}
+    brokers = {name: FaultyBroker() for name in NAMES}
     entered, never = asyncio.Semaphore(0), asyncio.Event()
 
     async def hang(destination: str, body: bytes) -> None:
@@ -94,7 +94,7 @@ async def test_refusals_of_a_route_whose_broker_hangs_do_not_hold_up_the_others(
 
 async def test_a_cancel_record_reaches_requests_of_its_own_route_only() -> None:
     """G10: who may write to one topic must not withdraw what came in through another."""
-    brokers = {name: InprocBroker() for name in NAMES}
+    brokers = {name: FaultyBroker() for name in NAMES}
     gate = threading.Event()
 
     def wait(batch: PackedBatch) -> None:

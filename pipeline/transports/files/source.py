@@ -9,54 +9,36 @@ released one can come again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import stat
 
-from actors.ports import (
-    Clock,
-    Deadline,
-    Delivery,
-    Metrics,
-    NoMetrics,
-    SourceStatus,
-    SystemClock,
-)
-from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery, UncountedAttempts
+from actors.ports import Clock, Deadline, Metrics, SourceStatus
+from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.files.lines import LineSplitter
 from pipeline.transports.files.options import STANDARD, FileOptions
+from pipeline.transports.source import LocalSource
 
 _CHUNK_BYTES = 64 * 1024
 _STDIN = 0
 
 
-class FileSource(UncountedAttempts):
+class FileSource(LocalSource):
     """`actors.ports.Source` over the lines of one file, pipe or standard input."""
 
+    kind = "file"
+
     def __init__(
-        self,
-        options: FileOptions,
-        *,
-        clock: Clock | None = None,
-        metrics: Metrics | None = None,
+        self, options: FileOptions, *, clock: Clock | None = None, metrics: Metrics | None = None
     ) -> None:
+        super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self._clock = clock or SystemClock()
-        self._metrics = metrics or NoMetrics()
-        self._hand_off = HandOff(options.max_receive)
-        self._redelivery = Redelivery(
-            options.release_backoff_ms / 1000, options.release_backoff_max_ms / 1000
-        )
         self._splitter = LineSplitter(options.max_line_bytes)
         self._fd: int | None = None
         self._regular = False
         self._exhausted = False
-        self._closed = False
         self._running = False
         self._line_number = 0
         self._waiting: list[bytes] = []  # lines of the last chunk, not yet handed out
-        self._held: dict[int, HeldDelivery] = {}
-        self._wake = asyncio.Event()
 
     async def open(self) -> None:
         if self._fd is not None:
@@ -99,11 +81,7 @@ class FileSource(UncountedAttempts):
                 continue
             if self._exhausted and not self._waiting and not self._held:
                 self._hand_off.end()
-            due = self._redelivery.next_due()
-            with contextlib.suppress(TimeoutError):
-                wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
+            await self._woken(self._until_due_s())
 
     async def _read(self) -> None:
         """One chunk. Returns early, with nothing read, when something else needs the loop."""
@@ -136,11 +114,7 @@ class FileSource(UncountedAttempts):
 
         loop.add_reader(fd, on_data)
         try:
-            due = self._redelivery.next_due()
-            wait_s = None if due is None else max(0.0, due - self._clock.monotonic())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
+            await self._woken(self._until_due_s())
         finally:
             loop.remove_reader(fd)
         return ready
@@ -168,36 +142,13 @@ class FileSource(UncountedAttempts):
                     "id": self._line_number,
                 },
             )
-            self._held[self._line_number] = delivery
             deliveries.append(delivery)
-        if deliveries:
-            self._metrics.count("source_records_total", len(deliveries), transport="file")
-            self._hand_off.put(deliveries)
+        self._hold(deliveries)
         if taken:
             self._wake.set()
 
-    def _redeliver(self) -> None:
-        now = self._clock.monotonic()
-        for released in self._redelivery.pop_due(now):
-            delivery = released.again(now)
-            assert isinstance(delivery.token, int)
-            self._held[delivery.token] = delivery
-            self._hand_off.put([delivery])
-
-    async def receive(self) -> list[Delivery]:
-        return await self._hand_off.take()
-
-    def pause(self) -> None:
-        self._hand_off.pause()
-
-    def resume(self) -> None:
-        self._hand_off.resume()
-        self._wake.set()
-
-    def stop_intake(self) -> None:
-        for delivery in [*self._hand_off.close(), *self._redelivery.clear()]:
-            self._drop(delivery)
-        self._wake.set()
+    def _give_up(self, deliveries: list[HeldDelivery]) -> None:
+        self._take(deliveries)
 
     async def flush(self, deadline: Deadline) -> None:
         """A file keeps no position: there is nothing to make durable."""
@@ -215,28 +166,12 @@ class FileSource(UncountedAttempts):
         self._fd = None
 
     def status(self) -> SourceStatus:
-        buffered = len(self._hand_off)
-        return SourceStatus(
-            self._fd is not None and not self._closed,
-            "" if self._fd is not None else f"{self._options.path} is closed",
-            in_flight=max(0, len(self._held) - buffered - len(self._redelivery)),
-            buffered=buffered + len(self._waiting),
-        )
+        is_open = self._fd is not None and not self._closed
+        fault = "" if is_open else f"{self._options.path} is closed"
+        return self._status(fault, held=len(self._held), waiting=len(self._waiting))
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        self._drop(delivery)
-
-    def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        self._metrics.count("source_released_total", transport="file")
-        if self._hand_off.closed:
-            self._drop(delivery)
-        else:
-            self._redelivery.add(delivery, self._clock.monotonic())
-        self._wake.set()
-
-    def _drop(self, delivery: HeldDelivery) -> None:
-        assert isinstance(delivery.token, int)
-        self._held.pop(delivery.token, None)
+        self._take([delivery])
         self._wake.set()
 
 

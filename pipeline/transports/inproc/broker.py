@@ -11,7 +11,7 @@ import asyncio
 import uuid
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline.transports.broker_names import DEAD_LETTERS
@@ -28,25 +28,9 @@ class InprocReply:
 
 
 @dataclass(slots=True)
-class InprocFaults:
-    """Named points where a test breaks the broker. All counters run down to zero.
+class InprocRecord:
+    """One request, queued or held."""
 
-    fail_publishes      the next N publishes raise `PublishError(retryable=True)`
-    drop_publishes      the next N publishes report success and lose the record
-    before_publish      awaited before each publish (delay, gate, raise)
-    duplicate_records   the next N records are handed out twice
-    lose_settles        the next N settles never reach the broker (a crash before the commit)
-    """
-
-    fail_publishes: int = 0
-    drop_publishes: int = 0
-    before_publish: Callable[[str, bytes], Awaitable[None]] | None = None
-    duplicate_records: int = 0
-    lose_settles: int = 0
-
-
-@dataclass(slots=True)
-class _Record:
     serial: int
     body: bytes | None
     headers: Mapping[str, bytes]
@@ -63,11 +47,10 @@ class InprocBroker:
 
     def __init__(self, options: InprocOptions | None = None) -> None:
         self.options = options or InprocOptions()
-        self.faults = InprocFaults()
         self.dead_letters: deque[InprocReply] = deque(maxlen=self.options.max_kept_replies)
-        self._queued: deque[_Record] = deque()
-        self._held: dict[int, _Record] = {}
-        self._boxes: dict[str, _Record] = {}
+        self._queued: deque[InprocRecord] = deque()
+        self._held: dict[int, InprocRecord] = {}
+        self._boxes: dict[str, InprocRecord] = {}
         self._kept: OrderedDict[str, list[InprocReply]] = OrderedDict()
         self._kept_count = 0
         self._serial = 0
@@ -133,7 +116,7 @@ class InprocBroker:
         key: str | None,
         *,
         wait_for_reply: bool,
-    ) -> _Record:
+    ) -> InprocRecord:
         while len(self._queued) >= self.options.max_queued:
             self._room.clear()
             await self._room.wait()
@@ -146,7 +129,7 @@ class InprocBroker:
             box = f"{DESTINATION_PREFIX}{default_id}.{self._serial}"
             given["reply-to"] = box.encode()
             done = asyncio.get_running_loop().create_future()
-        record = _Record(self._serial, body, given, key, default_id, box, done)
+        record = InprocRecord(self._serial, body, given, key, default_id, box, done)
         if wait_for_reply:
             self._boxes[box] = record
         self._queued.append(record)
@@ -157,25 +140,20 @@ class InprocBroker:
         for listener in self.arrival_listeners:
             listener.set()
 
-    def take(self, count: int) -> list[_Record]:
+    def take(self, count: int) -> list[InprocRecord]:
         """Up to `count` records, oldest first, now held by the caller."""
-        taken: list[_Record] = []
+        taken: list[InprocRecord] = []
         while self._queued and len(taken) < count:
             record = self._queued.popleft()
             record.attempts += 1
             self._held[record.serial] = record
             taken.append(record)
-            if self.faults.duplicate_records > 0:
-                self.faults.duplicate_records -= 1
-                taken.append(record)
         if taken:
             self._room.set()
         return taken
 
     def settle(self, serial: int) -> None:
-        if self.faults.lose_settles > 0:
-            self.faults.lose_settles -= 1
-            return
+        """Finished for good."""
         record = self._held.pop(serial, None)
         if record is None:
             return
@@ -193,7 +171,8 @@ class InprocBroker:
         if back:
             self._announce()
 
-    def publish(self, destination: str, reply: InprocReply) -> None:
+    async def publish(self, destination: str, reply: InprocReply) -> None:
+        """Into the box of that name. Takes effect at once; awaitable as a broker's is."""
         if destination == f"{DESTINATION_PREFIX}{DEAD_LETTERS}":
             self.dead_letters.append(reply)
             return

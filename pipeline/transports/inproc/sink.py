@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.ports import Metrics, PublishError, RecordTooLargeForBroker, Source
+from actors.ports import Metrics, RecordTooLargeForBroker, Source
 from pipeline.transports.broker_names import DEAD_LETTERS, name_error
 from pipeline.transports.inproc.broker import InprocBroker, InprocReply, broker_for
 from pipeline.transports.inproc.options import DESTINATION_PREFIX, InprocOptions
@@ -36,12 +36,6 @@ class InprocSink:
     async def publish(
         self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
     ) -> None:
-        faults = self._broker.faults
-        if faults.before_publish is not None:
-            await faults.before_publish(destination, body)
-        if faults.fail_publishes > 0:
-            faults.fail_publishes -= 1
-            raise PublishError("injected publish failure", retryable=True)
         size = len(body) + sum(len(name) + len(value) for name, value in headers.items())
         if self.max_record_bytes is not None and size > self.max_record_bytes:
             raise RecordTooLargeForBroker(
@@ -49,10 +43,7 @@ class InprocSink:
                 limit_bytes=self.max_record_bytes,
                 given_bytes=size,
             )
-        if faults.drop_publishes > 0:
-            faults.drop_publishes -= 1
-            return
-        self._broker.publish(destination, InprocReply(key, body, dict(headers)))
+        await self._broker.publish(destination, InprocReply(key, body, dict(headers)))
 
     async def aclose(self) -> None:
         """Nothing to close."""

@@ -7,24 +7,17 @@ outcomes of deliveries from before that are ignored.
 
 from __future__ import annotations
 
-import asyncio
-
-from actors.ports import (
-    Clock,
-    Deadline,
-    Delivery,
-    Metrics,
-    NoMetrics,
-    SourceStatus,
-    SystemClock,
-)
-from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery, UncountedAttempts
+from actors.ports import Clock, Deadline, Metrics, SourceStatus
+from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.inproc.broker import InprocBroker, broker_for
 from pipeline.transports.inproc.options import InprocOptions
+from pipeline.transports.source import LocalSource, number
 
 
-class InprocSource(UncountedAttempts):
+class InprocSource(LocalSource):
     """`actors.ports.Source` over an `InprocBroker`."""
+
+    kind = "inproc"
 
     def __init__(
         self,
@@ -36,16 +29,8 @@ class InprocSource(UncountedAttempts):
     ) -> None:
         self._broker = broker
         self._options = options or broker.options
-        self._clock = clock or SystemClock()
-        self._metrics = metrics or NoMetrics()
-        self._hand_off = HandOff(self._options.max_receive)
-        self._redelivery = Redelivery(
-            self._options.release_backoff_ms / 1000, self._options.release_backoff_max_ms / 1000
-        )
-        self._held: dict[int, HeldDelivery] = {}
-        self._wake = asyncio.Event()
+        super().__init__(self._options, clock=clock, metrics=metrics)
         self._open = False
-        self._closed = False
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -56,30 +41,16 @@ class InprocSource(UncountedAttempts):
         """Move records from the broker to `receive`, and released ones back after their wait."""
         while not self._closed:
             self._wake.clear()
-            now = self._clock.monotonic()
-            self._redeliver(now)
+            for delivery in self._redeliver():
+                self._broker.redelivered(number(delivery), delivery.attempt)
             room = self._options.max_in_flight - len(self._held)
             if room > 0 and not self._hand_off.paused and not self._hand_off.closed:
                 self._fetch(min(room, self._options.max_receive))
-            due = self._redelivery.next_due()
-            try:
-                async with asyncio.timeout(None if due is None else max(0.0, due - now)):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
-
-    def _redeliver(self, now: float) -> None:
-        for released in self._redelivery.pop_due(now):
-            delivery = released.again(now)
-            assert isinstance(delivery.token, int)
-            self._broker.redelivered(delivery.token, delivery.attempt)
-            self._held[delivery.token] = delivery
-            self._hand_off.put([delivery])
+            await self._woken(self._until_due_s())
 
     def _fetch(self, count: int) -> None:
-        deliveries = []
-        for record in self._broker.take(count):
-            delivery = HeldDelivery(
+        deliveries = [
+            HeldDelivery(
                 self,
                 record.serial,
                 body=record.body,
@@ -90,35 +61,19 @@ class InprocSource(UncountedAttempts):
                 origin={"transport": "inproc", "stream": self._options.name, "id": record.serial},
                 attempt=record.attempts,
             )
-            self._held[record.serial] = delivery
-            deliveries.append(delivery)
+            for record in self._broker.take(count)
+        ]
+        self._hold(deliveries)
         if deliveries:
-            self._metrics.count("source_records_total", len(deliveries), transport="inproc")
-            self._hand_off.put(deliveries)
             self._wake.set()  # there may be more than one take's worth
 
-    async def receive(self) -> list[Delivery]:
-        return await self._hand_off.take()
-
-    def pause(self) -> None:
-        self._hand_off.pause()
-
-    def resume(self) -> None:
-        self._hand_off.resume()
-        self._wake.set()
-
     def stop_intake(self) -> None:
-        self._give_back(self._hand_off.close(), untouched=True)
-        self._give_back(self._redelivery.clear())
-        self._wake.set()
+        never_received = self._hand_off.close()
+        self._broker.requeue(self._take(never_received), untouched=True)
+        super().stop_intake()
 
-    def _give_back(self, deliveries: list[HeldDelivery], *, untouched: bool = False) -> None:
-        serials = []
-        for delivery in deliveries:
-            assert isinstance(delivery.token, int)
-            self._held.pop(delivery.token, None)
-            serials.append(delivery.token)
-        self._broker.requeue(serials, untouched=untouched)
+    def _give_up(self, deliveries: list[HeldDelivery]) -> None:
+        self._broker.requeue(self._take(deliveries))
 
     async def flush(self, deadline: Deadline) -> None:
         """Settles take effect at once."""
@@ -127,34 +82,18 @@ class InprocSource(UncountedAttempts):
         self.stop_intake()
         self._closed = True
         self._broker.arrival_listeners.discard(self._wake)
-        self._give_back(list(self._held.values()))
+        self._give_up(list(self._held.values()))
         self._wake.set()
 
     def status(self) -> SourceStatus:
         connected = self._open and not self._closed
-        buffered = len(self._hand_off)
-        return SourceStatus(
-            connected,
-            "" if connected else "the in-process broker is closed",
-            in_flight=len(self._held) - buffered - len(self._redelivery),
-            buffered=buffered,
+        return self._status(
+            "" if connected else "the in-process broker is closed", held=len(self._held)
         )
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        assert isinstance(delivery.token, int)
-        if self._held.pop(delivery.token, None) is not None:
-            self._broker.settle(delivery.token)
-            self._wake.set()
-
-    def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        assert isinstance(delivery.token, int)
-        if delivery.token not in self._held:
-            return
-        self._metrics.count("source_released_total", transport="inproc")
-        if self._hand_off.closed:
-            self._give_back([delivery])
-        else:
-            self._redelivery.add(delivery, self._clock.monotonic())
+        for serial in self._take([delivery]):
+            self._broker.settle(serial)
         self._wake.set()
 
 

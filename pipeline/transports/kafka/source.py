@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import msgspec
 import structlog
@@ -23,16 +24,8 @@ from aiokafka.errors import (
     RecordTooLargeError,
 )
 
-from actors.ports import (
-    Clock,
-    Deadline,
-    Delivery,
-    Metrics,
-    NoMetrics,
-    SourceStatus,
-    SystemClock,
-)
-from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery, UncountedAttempts
+from actors.ports import Clock, Deadline, Metrics, SourceStatus
+from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
@@ -47,6 +40,7 @@ from pipeline.transports.kafka.consumer import (
 from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.watermark import Watermarks
+from pipeline.transports.source import BrokerSource
 
 log = structlog.get_logger(__name__)
 
@@ -78,8 +72,10 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
             self._source.on_assigned(set(assigned))
 
 
-class KafkaSource(UncountedAttempts):
+class KafkaSource(BrokerSource):
     """`actors.ports.Source` over one aiokafka consumer, replaced when it breaks."""
+
+    kind = "kafka"
 
     def __init__(
         self,
@@ -88,13 +84,8 @@ class KafkaSource(UncountedAttempts):
         clock: Clock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
+        super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self._clock = clock or SystemClock()
-        self._metrics = metrics or NoMetrics()
-        self._hand_off = HandOff(options.max_receive)
-        self._redelivery = Redelivery(
-            options.release_backoff_ms / 1000, options.release_backoff_max_ms / 1000
-        )
         self._marks: Watermarks[TopicPartition] = Watermarks(options.max_in_flight_per_partition)
         self._bytes: dict[TopicPartition, int] = {}
         self._fetch_bytes = options.max_partition_fetch_bytes
@@ -102,12 +93,7 @@ class KafkaSource(UncountedAttempts):
         self._draining: set[TopicPartition] = set()
         self._lost: dict[TopicPartition, int] = {}  # records in flight that will not settle here
         self._undecided: set[TopicPartition] = set()  # whose start is not known yet: not polled
-        self._wake = asyncio.Event()  # room, pause, assignment: the poll loop looks again
-        self._tick = asyncio.Event()  # a release: housekeeping looks again
         self._progress = asyncio.Event()  # a settle or release: a drain looks again
-        self._closing = asyncio.Event()
-        self._run_ended = asyncio.Event()
-        self._run_ended.set()
         self._alive = False
         self._fault = "not open"
         self._last_record_at = 0.0
@@ -130,29 +116,8 @@ class KafkaSource(UncountedAttempts):
             ) from None
         self._alive, self._fault = True, ""
 
-    async def run(self) -> None:
-        self._run_ended.clear()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._poll_forever()),
-                    group.create_task(self._keep_house()),
-                ]
-                await self._closing.wait()
-                for task in tasks:
-                    task.cancel()
-        finally:
-            self._run_ended.set()
-
-    async def receive(self) -> list[Delivery]:
-        return await self._hand_off.take()
-
-    def pause(self) -> None:
-        self._hand_off.pause()
-
-    def resume(self) -> None:
-        self._hand_off.resume()
-        self._wake.set()
+    def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self._poll_forever(), self._keep_house()
 
     def stop_intake(self) -> None:
         self._lose([*self._hand_off.close(), *self._redelivery.clear()])
@@ -171,9 +136,7 @@ class KafkaSource(UncountedAttempts):
         self.stop_intake()
         self._closing.set()
         self._progress.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.close_timeout_s):
-                await self._run_ended.wait()
+        await self._end_loops(self._options.close_timeout_s)
         consumer = self.consumer
         if consumer is not None:
             await self._commit(min(_COMMIT_TIMEOUT_S, self._options.close_timeout_s))

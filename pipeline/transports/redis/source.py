@@ -14,22 +14,14 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
-from actors.ports import (
-    Clock,
-    Deadline,
-    Delivery,
-    Metrics,
-    NoMetrics,
-    SourceStatus,
-    SystemClock,
-)
-from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery
+from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus
+from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.redis.client import (
     ServerFacts,
     close_client,
@@ -42,6 +34,7 @@ from pipeline.transports.redis.client import (
 from pipeline.transports.redis.group import Entry, GroupCommands
 from pipeline.transports.redis.leases import Leases
 from pipeline.transports.redis.options import DATA_FIELD, RedisOptions
+from pipeline.transports.source import BrokerSource
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +48,10 @@ _DEAD_AFTER_IDLES = 10
 _TROUBLE = (RedisError, OSError, TimeoutError)
 
 
-class RedisSource:
+class RedisSource(BrokerSource):
     """`actors.ports.Source` over one stream and one consumer group."""
+
+    kind = "redis"
 
     def __init__(
         self,
@@ -65,9 +60,8 @@ class RedisSource:
         clock: Clock | None = None,
         metrics: Metrics | None = None,
     ) -> None:
+        super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self._clock = clock or SystemClock()
-        self._metrics = metrics or NoMetrics()
         self.consumer = options.consumer or (
             f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         )
@@ -75,10 +69,6 @@ class RedisSource:
         self._client = make_client(options, connections=2)
         self._commands = GroupCommands(self._client, options, self.consumer)
         self._reads = GroupCommands(self._reader, options, self.consumer)
-        self._hand_off = HandOff(options.max_receive)
-        self._redelivery = Redelivery(
-            options.release_backoff_ms / 1000, options.release_backoff_max_ms / 1000
-        )
         self._leases = Leases(options.claim_idle_ms / 1000)
         self._epoch = 0  # grows when the stream vanished: its ids may then be given again
         self._held: dict[tuple[int, str], HeldDelivery] = {}
@@ -86,11 +76,6 @@ class RedisSource:
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
         self._claim_cursor = "0-0"
-        self._wake = asyncio.Event()
-        self._tick = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._run_ended = asyncio.Event()
-        self._run_ended.set()
         self._fault = "not open"
         self.facts: ServerFacts | None = None
 
@@ -102,29 +87,8 @@ class RedisSource:
             self._fault = ""
             self._metrics.gauge("source_connected", 1.0, transport="redis")
 
-    async def run(self) -> None:
-        self._run_ended.clear()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._read_forever()),
-                    group.create_task(self._keep_house()),
-                ]
-                await self._closing.wait()
-                for task in tasks:
-                    task.cancel()
-        finally:
-            self._run_ended.set()
-
-    async def receive(self) -> list[Delivery]:
-        return await self._hand_off.take()
-
-    def pause(self) -> None:
-        self._hand_off.pause()
-
-    def resume(self) -> None:
-        self._hand_off.resume()
-        self._wake.set()
+    def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self._read_forever(), self._keep_house()
 
     def stop_intake(self) -> None:
         for delivery in [*self._hand_off.close(), *self._redelivery.clear()]:
@@ -146,11 +110,8 @@ class RedisSource:
 
     async def aclose(self) -> None:
         self.stop_intake()
-        self._closing.set()
         bound_s = self._options.close_timeout_s
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(bound_s):
-                await self._run_ended.wait()
+        await self._end_loops(bound_s)
         try:
             async with asyncio.timeout(bound_s):
                 if self.facts is not None:
@@ -164,11 +125,7 @@ class RedisSource:
         await close_client(self._client, bound_s)
 
     def status(self) -> SourceStatus:
-        buffered = len(self._hand_off)
-        in_flight = len(self._held) - buffered - len(self._redelivery)
-        return SourceStatus(
-            not self._fault, self._fault, in_flight=max(0, in_flight), buffered=buffered
-        )
+        return self._status(self._fault, held=len(self._held))
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         await self._write_counts(deliveries, 1)
@@ -255,9 +212,7 @@ class RedisSource:
         self._wake.clear()
         room = self._room()
         if not room:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._options.block_ms / 1000):
-                    await self._wake.wait()
+            await self._woken(self._options.block_ms / 1000)
             return
         if self._replay_from is not None:
             await self._replay(room)

@@ -12,6 +12,7 @@ from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.inproc.sink import InprocSink
 from pipeline.transports.inproc.source import InprocSource
 from pipeline.transports.registry import open_transport
+from tests.support.inproc_faults import FaultyBroker
 
 
 async def echo(source: InprocSource, sink: InprocSink, parts: int = 1) -> None:
@@ -71,7 +72,7 @@ async def test_full_queue_makes_submit_wait() -> None:
 
 
 async def test_lost_settle_is_delivered_again_after_a_crash() -> None:
-    broker = InprocBroker()
+    broker = FaultyBroker()
     source = InprocSource(broker)
     await source.open()
     async with asyncio.TaskGroup() as group:
@@ -90,7 +91,7 @@ async def test_lost_settle_is_delivered_again_after_a_crash() -> None:
 
 
 async def test_publish_faults() -> None:
-    broker = InprocBroker()
+    broker = FaultyBroker()
     sink = InprocSink(broker)
     broker.faults.fail_publishes = 1
     with pytest.raises(PublishError) as caught:
