@@ -269,7 +269,12 @@ class App:
             self._on_phase(f"connecting route {route.name}")
             try:
                 options = route_options(self.settings, route)
-                transport = await open_transport(options, clock=self.clock, metrics=self.metrics)
+                transport = await open_transport(
+                    options,
+                    destination=route.destination,
+                    clock=self.clock,
+                    metrics=self.metrics,
+                )
             except (ConnectionError, ValueError) as error:
                 raise OperatorError(f"route {route.name}: {error}") from error
         resources.push_async_callback(_close_quietly, transport.sink.aclose, "sink")

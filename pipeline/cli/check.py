@@ -76,12 +76,14 @@ async def _find(settings: Settings) -> Findings:
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:
-    from pipeline.transports.registry import reach
+    from pipeline.transports.registry import REPLY, reach, reach_destination
 
     for route in settings.routes:
         try:
             async with asyncio.timeout(REACH_TIMEOUT_S):
                 notices = await reach(route.source)
+                if route.destination != REPLY:
+                    notices += await reach_destination(route.destination)
         except TimeoutError:
             findings.problems.append(
                 f"route {route.name}: {redact(route.source)} did not answer within "
@@ -112,6 +114,8 @@ def _print_plan(settings: Settings, findings: Findings) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from pipeline.transports.registry import REPLY
+
     out = out_console()
     if settings.models:
         table = Table("model", "plan", box=None, pad_edge=False, title_justify="left")
@@ -129,7 +133,9 @@ def _print_plan(settings: Settings, findings: Findings) -> None:
                 Text(redact(route.source) + state, overflow="fold"),
                 route.lane,
                 Text(_models_of(settings, findings, route.name)),
-                "reply_to of the request" if route.destination == "reply" else route.destination,
+                "reply_to of the request"
+                if route.destination == REPLY
+                else redact(route.destination),
             )
         out.print(table)
     out.print()

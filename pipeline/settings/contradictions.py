@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pipeline.redact import redact
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import Problem
-from pipeline.transports.options import Options
-from pipeline.transports.registry import parse_url
+from pipeline.transports.options import Options, Place
+from pipeline.transports.registry import REPLY, parse_destination, parse_url
 from schemas.requests import LANES, TASKS
 
 
@@ -86,12 +86,6 @@ def _route_problems(settings: Settings) -> Iterator[Problem]:
                 "rename one of the two",
             )
         seen.setdefault(route.name, i)
-        if route.destination != "reply":
-            yield Problem(
-                f"routes.{i}.destination",
-                f"({redact(route.destination)[:60]}) is not supported by this version",
-                'write "reply"; a file source names its output as ?replies=PATH in its address',
-            )
         yield from _named_models(settings, i, route)
 
 
@@ -118,6 +112,7 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
                 "give one of them another group or topic, or remove one route",
             )
     yield from _loops(options)
+    yield from _destination_problems(settings, reads)
     budget_s = settings.lifecycle.drain_budget_s
     for i, option in options:
         bound = option.must_poll_within()
@@ -143,6 +138,31 @@ def _loops(options: list[tuple[int, Options]]) -> Iterator[Problem]:
                         "answers would become requests",
                         f"change {written.option} of the one or the {read.what} of the other",
                     )
+
+
+def _destination_problems(settings: Settings, reads: list[tuple[int, Place]]) -> Iterator[Problem]:
+    """Destinations that are an address: wrong ones, and those that a route reads."""
+    for i, route in enumerate(settings.routes):
+        if route.destination == REPLY:
+            continue
+        try:
+            options, name = parse_destination(route.destination)
+        except ValueError as error:
+            yield Problem(
+                f"routes.{i}.destination",
+                redact(str(error)),
+                f'write "{REPLY}", or correct the address; docs/settings.md lists the forms',
+            )
+            continue
+        written = options.place_at(name)
+        for j, read in reads:
+            if written.same(read):
+                yield Problem(
+                    f"routes.{i}.destination",
+                    f"is the {read.what} {read.name}, which routes.{j}.source reads: answers would "
+                    "become requests",
+                    "change the one or the other",
+                )
 
 
 def _budget_problems(settings: Settings) -> Iterator[Problem]:

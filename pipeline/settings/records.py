@@ -57,7 +57,9 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description='"reply": to the `reply_to` of each request, else the reply destination '
-            "of the source's transport.",
+            "of the source's transport. An address: all replies to that one place, "
+            "`kafka://host:port/topic`, `redis://host/list:NAME`, `redis://host/stream:NAME`, "
+            "`file:///out.jsonl` or `-` (stdout); dead letters stay with the source.",
         ),
     ] = "reply"
     lane: Annotated[

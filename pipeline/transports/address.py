@@ -8,6 +8,8 @@ that is not of the option's type; no message repeats what may be a secret.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -43,7 +45,28 @@ def plain(text: str) -> str:
 
 
 def read_address(url: str, options: type[T]) -> T:
-    """`url`, whose scheme belongs to `options`. Raises `ValueError` with one line; `check` passed."""
+    """A source's address, whose scheme belongs to `options`.
+
+    Raises `ValueError` with one line; `check` has been passed.
+    """
+    with _refusals(url, options) as parts:
+        read = _build(options, parts, options.address_values(parts))
+        _raise_any(read.check())
+    return read
+
+
+def read_destination(url: str, options: type[T]) -> tuple[T, str]:
+    """The same of a destination, and what its sink calls the one place where replies go."""
+    with _refusals(url, options) as parts:
+        values, place = options.destination_values(parts)
+        read = _build(options, parts, values)
+        _raise_any(read.own_problems())
+    return read, place
+
+
+@contextmanager
+def _refusals(url: str, options: type[Options]) -> Iterator[SplitResult]:
+    """The parts of `url`; what is refused inside gets the scheme, and repeats no login."""
     scheme = scheme_of(url)
     try:
         parts = urlsplit(url)
@@ -54,17 +77,20 @@ def read_address(url: str, options: type[T]) -> T:
     try:
         if parts.fragment or url.endswith("#"):
             raise ValueError("a '#' in the address must be written as %23")
-        values = options.address_values(parts)
-        values |= _query(options, parts.query, given=frozenset(values))
-        read = options(**values)
-        problems = read.check()
-        if problems:
-            raise ValueError("; ".join(problems))
+        yield parts
     except ValueError as error:
         if _holds_cut_login(parts, options):
             raise ValueError(f"{scheme}: {_CUT_LOGIN}") from None
         raise ValueError(f"{scheme}: {error}") from None
-    return read
+
+
+def _build(options: type[T], parts: SplitResult, values: dict[str, Any]) -> T:
+    return options(**values, **_query(options, parts.query, given=frozenset(values)))
+
+
+def _raise_any(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _holds_cut_login(parts: SplitResult, options: type[Options]) -> bool:

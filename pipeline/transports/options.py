@@ -57,7 +57,7 @@ class Place(NamedTuple):
     """Where a transport reads or writes: equal names on one of the same `brokers` are one place.
 
     what    "topic", "stream", "file": for messages
-    option  the option that names a place written to
+    option  the option that names it
     group   the consumer group of a place read from
     """
 
@@ -85,9 +85,37 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Options that stand in front of the `?` of an address. Raises `ValueError`."""
         raise NotImplementedError
 
+    @classmethod
+    def destination_values(cls, parts: SplitResult) -> tuple[dict[str, Any], str]:
+        """The same for the address of a destination, and what the sink calls that one place.
+
+        Raises `ValueError` where it names none.
+        """
+        raise ValueError(f"{parts.scheme}:// is no destination")
+
     def check(self) -> list[str]:
         """One line per contradiction, each naming its options; empty when all is well."""
+        return self.own_problems() or self._loops()
+
+    def own_problems(self) -> list[str]:
+        """`check`, but for what is read and written in one place: a destination is only written."""
         return range_problems(self) + self.name_problems() or self.contradictions()
+
+    def _loops(self) -> list[str]:
+        written = self.writes()
+        reads = [
+            f"{place.option} and {read.option} are both {place.name}: a reply or dead letter would "
+            "become a request; rename one"
+            for place in written
+            for read in self.consumes()
+            if place.same(read)
+        ]
+        return reads + [
+            f"{other.option} and {place.option} are both {place.name}; rename one"
+            for n, place in enumerate(written)
+            for other in written[:n]
+            if place.same(other)
+        ]
 
     def name_problems(self) -> list[str]:
         """Names that the broker would refuse."""
@@ -104,6 +132,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def writes(self) -> tuple[Place, ...]:
         """Where replies go that name no `reply_to`, if that is one place, and dead letters."""
         return ()
+
+    def place_at(self, destination: str) -> Place:
+        """Where the sink writes what is published to `destination`."""
+        raise NotImplementedError
 
     def must_poll_within(self) -> tuple[str, float] | None:
         """Option and seconds after which the broker gives our work away unless it hears from us."""

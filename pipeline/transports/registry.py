@@ -8,16 +8,19 @@ and `ask.py` are imported when one is opened. All kinds pass the one suite in `t
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
 from actors.ports import Clock, Metrics, Sink, Source
-from pipeline.transports.address import read_address, scheme_of
+from pipeline.transports.address import read_address, read_destination, scheme_of
 from pipeline.transports.ask import Asker
+from pipeline.transports.files.options import REPLIES as FILE_REPLIES
 from pipeline.transports.files.options import STANDARD, FileOptions
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.one_place import OnePlace
 from pipeline.transports.options import Options
 from pipeline.transports.redis.options import RedisOptions
 from schemas.requests import Lane
@@ -139,33 +142,60 @@ def parse_url(url: str) -> Options:
     return kind.options() if url == STANDARD else read_address(url, kind.options)
 
 
+REPLY = "reply"
+"""The destination of a route whose replies go where the request says, on the source's broker."""
+
+
+def parse_destination(url: str) -> tuple[Options, str]:
+    """Options of the transport that a route's `destination` names, and the place there.
+
+    - ``kafka://host:port/topic``, ``redis://host:port/list:NAME`` or ``/stream:NAME``
+    - ``file:///replies.jsonl``, ``-`` (stdout)
+
+    Raises `ValueError` as `parse_url` does.
+    """
+    kind = kind_of(url)
+    if url == STANDARD:
+        return kind.options(), FILE_REPLIES
+    return read_destination(url, kind.options)
+
+
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """A source and the sink beside it for replies and dead letters. Close the source first."""
+    """A source and the sink for its replies and dead letters. Close the source first."""
 
     source: Source
     sink: Sink
 
 
-async def open_transport(options: Options, *, clock: Clock, metrics: Metrics) -> Transport:
-    """Connect both halves. The caller then starts `source.run()` as a task.
+async def open_transport(
+    options: Options, *, destination: str = REPLY, clock: Clock, metrics: Metrics
+) -> Transport:
+    """Connect a source, the sink beside it and, for an address, the destination.
 
-    Raises `ValueError` when `options.check()` finds a contradiction and `ConnectionError`, with a
-    one-line remedy, when the broker cannot be used; nothing stays open then.
+    The caller then starts `source.run()` as a task. Raises `ValueError` when `options.check()` finds
+    a contradiction and `ConnectionError`, with a one-line remedy, when a broker cannot be used;
+    nothing stays open then.
     """
     problems = options.check()
     if problems:
         raise ValueError("; ".join(problems))
-    kind = _BY_OPTIONS[type(options)]
-    sources: _SourceModule = kind.module("source")
-    sinks: _SinkModule = kind.module("sink")
-    source = await sources.open_source(options, clock=clock, metrics=metrics)
-    try:
-        sink = await sinks.open_sink(options, beside=source, metrics=metrics)
-    except BaseException:
-        await source.aclose()
-        raise
+    sources: _SourceModule = _BY_OPTIONS[type(options)].module("source")
+    async with AsyncExitStack() as opened:
+        source = await sources.open_source(options, clock=clock, metrics=metrics)
+        opened.push_async_callback(source.aclose)
+        sink = await _open_sink(options, source, metrics)
+        opened.push_async_callback(sink.aclose)
+        if destination != REPLY:
+            there, place = parse_destination(destination)
+            sink = OnePlace(await _open_sink(there, None, metrics), place, beside=sink)
+        opened.pop_all()
     return Transport(source, sink)
+
+
+async def _open_sink(options: Options, beside: Source | None, metrics: Metrics) -> Sink:
+    sinks: _SinkModule = _BY_OPTIONS[type(options)].module("sink")
+    return await sinks.open_sink(options, beside=beside, metrics=metrics)
 
 
 async def open_asker(url: str, *, timeout_s: float = 10.0) -> Asker:
@@ -189,5 +219,12 @@ async def reach(url: str) -> tuple[str, ...]:
     Raises `ConnectionError` or `ValueError` with one line and the remedy.
     """
     options = parse_url(url)
+    sources: _SourceModule = kind_of(url).module("source")
+    return await sources.reach(options)
+
+
+async def reach_destination(url: str) -> tuple[str, ...]:
+    """As `reach`, for a destination that is an address."""
+    options, _ = parse_destination(url)
     sources: _SourceModule = kind_of(url).module("source")
     return await sources.reach(options)

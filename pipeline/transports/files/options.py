@@ -61,7 +61,7 @@ class FileOptions(Options, frozen=True, kw_only=True):
         return {"path": path}
 
     def consumes(self) -> tuple[Place, ...]:
-        return (_place(self.path),)
+        return (_place(self.path, "path"),)
 
     def writes(self) -> tuple[Place, ...]:
         places = [_place(self.replies, "replies")]
@@ -69,15 +69,12 @@ class FileOptions(Options, frozen=True, kw_only=True):
             places.append(_place(self.dead_letters, "dead_letters", is_dead_letters=True))
         return tuple(place for place in places if place.name != STANDARD)
 
-    def name_problems(self) -> list[str]:
-        problems = [
-            f"path and {place.option} are both {self.path}: a reply would become a request"
-            for place in self.writes()
-            if place.same(_place(self.path))
-        ]
-        if self.dead_letters is not None and self.dead_letters == self.replies:
-            problems.append(f"replies and dead_letters are both {self.replies}; name two files")
-        return problems
+    def place_at(self, destination: str) -> Place:
+        return _place(self.replies)
+
+    @classmethod
+    def destination_values(cls, parts: SplitResult) -> tuple[dict[str, Any], str]:
+        return {"replies": cls.address_values(parts)["path"]}, REPLIES
 
 
 def _place(path: str, option: str = "", *, is_dead_letters: bool = False) -> Place:

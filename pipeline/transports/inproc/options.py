@@ -52,7 +52,7 @@ class InprocOptions(Options, frozen=True, kw_only=True):
         return {"name": name} if name else {}
 
     def consumes(self) -> tuple[Place, ...]:
-        return (Place(frozenset(["this process"]), "broker", self.name),)
+        return (Place(frozenset(["this process"]), "broker", self.name, option="name"),)
 
     def name_problems(self) -> list[str]:
         error = name_error(self.name, "name")

@@ -222,6 +222,7 @@ async def _ensure_topics(
         for topic in missing:
             role = "request" if topic in options.topics else "reply"
             role = "dead-letter" if topic == options.dead_letter_topic else role
+            role = "reply" if topic == options.reply_topic else role
             notices.append(
                 f"{role} topic {topic} does not exist: create it, or set auto_create=true "
                 "(it is used as soon as it exists)"

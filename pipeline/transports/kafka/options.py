@@ -185,19 +185,31 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             values["topics"] = topics
         return values
 
+    @classmethod
+    def destination_values(cls, parts: SplitResult) -> tuple[dict[str, Any], str]:
+        values = cls.address_values(parts)
+        topics = values.get("topics", ())
+        if len(topics) != 1:
+            raise ValueError("a destination names one topic: kafka://host:port/TOPIC")
+        # All places are this one: nothing else is looked up or created there.
+        return values | {"reply_topic": topics[0], "dead_letter_topic": topics[0]}, topics[0]
+
     @property
     def address(self) -> str:
         """`kafka://host:port`: fit for logs."""
         return f"kafka://{self.bootstrap}"
 
     def consumes(self) -> tuple[Place, ...]:
-        return tuple(self._place(topic, group=self.group) for topic in self.topics)
+        return tuple(self._place(topic, option="topics", group=self.group) for topic in self.topics)
 
     def writes(self) -> tuple[Place, ...]:
         return (
             self._place(self.reply_topic, option="reply_topic"),
             self._place(self.dead_letter_topic, option="dead_letter_topic", is_dead_letters=True),
         )
+
+    def place_at(self, destination: str) -> Place:
+        return self._place(destination)
 
     def _place(self, topic: str, **more: Any) -> Place:
         return Place(frozenset(self.bootstrap.split(",")), "topic", topic, **more)
@@ -222,7 +234,7 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         return problems
 
     def contradictions(self) -> list[str]:
-        return self._timing_problems() + self._naming_problems() + self._security_problems()
+        return self._timing_problems() + self._security_problems()
 
     def _timing_problems(self) -> list[str]:
         problems = []
@@ -243,22 +255,6 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             )
         problems += self.not_above("max_in_flight_per_partition", "max_in_flight")
         return problems + self.not_above("release_backoff_ms", "release_backoff_max_ms")
-
-    def _naming_problems(self) -> list[str]:
-        problems = []
-        for what, topic in (
-            ("reply_topic", self.reply_topic),
-            ("dead_letter_topic", self.dead_letter_topic),
-        ):
-            if topic in self.topics:
-                problems.append(
-                    f"{what} ({topic}) is also one of topics: a reply would become a request; rename one"
-                )
-        if self.reply_topic == self.dead_letter_topic:
-            problems.append(
-                f"reply_topic and dead_letter_topic are both {self.reply_topic}; rename one"
-            )
-        return problems
 
     def _security_problems(self) -> list[str]:
         problems = []

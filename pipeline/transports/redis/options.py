@@ -141,17 +141,33 @@ class RedisOptions(Options, frozen=True, kw_only=True):
             values["password"] = plain(parts.password)
         return values | _path_values(plain(parts.path.lstrip("/")))
 
+    @classmethod
+    def destination_values(cls, parts: SplitResult) -> tuple[dict[str, Any], str]:
+        values = cls.address_values(parts)
+        name = values.pop("stream", "")
+        if not name.startswith((LIST_PREFIX, STREAM_PREFIX)) or name_error(
+            name.partition(":")[2], "destination"
+        ):
+            raise ValueError(
+                "a destination names a list or a stream: redis://host/list:NAME or "
+                "redis://host/stream:NAME"
+            )
+        return values, name
+
     @property
     def address(self) -> str:
         """`redis://host:port` without user and password: fit for logs."""
         return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
 
     def consumes(self) -> tuple[Place, ...]:
-        return (self._place(self.stream, group=self.group),)
+        return (self._place(self.stream, option="stream", group=self.group),)
 
     def writes(self) -> tuple[Place, ...]:
         name = self.dead_letter_stream
         return (self._place(name, option="dead_letter_stream", is_dead_letters=True),)
+
+    def place_at(self, destination: str) -> Place:
+        return self._place(destination.removeprefix(LIST_PREFIX).removeprefix(STREAM_PREFIX))
 
     def _place(self, stream: str, **more: Any) -> Place:
         server = f"{self.host}:{self.port}/{self.db}"
@@ -170,11 +186,6 @@ class RedisOptions(Options, frozen=True, kw_only=True):
         problems += [error for what, value in named if (error := name_error(value, what))]
         if not re.fullmatch(r"\$|\d{1,20}(-\d{1,20})?", self.start):
             problems.append(f"start is {self.start!r}, expected 0, $ or an entry id such as 1700-0")
-        if self.stream == self.dead_letter_stream:
-            problems.append(
-                f"stream and dead_letter_stream are both {self.stream}: "
-                "a dead letter would become a request; rename one"
-            )
         return problems
 
     def contradictions(self) -> list[str]:

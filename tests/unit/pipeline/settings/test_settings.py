@@ -426,9 +426,39 @@ def test_a_wrong_address_is_refused_without_its_password() -> None:
     assert "ftp" in text and "hunter2" not in text
 
 
-def test_other_destinations_are_refused_loudly() -> None:
-    text = contradiction("routes.a.source=kafka://h:1/q", "routes.a.destination=qdrant://h/docs")
-    assert "routes.0.destination" in text and "not supported" in text
+@pytest.mark.parametrize(
+    ("destination", "words"),
+    [
+        ("qdrant://h/docs", "unknown transport 'qdrant'"),
+        ("kafka://h:1", "one topic"),
+        ("redis://h/answers", "list:NAME"),
+        ("redis://h/list:", "list:NAME"),
+        ("redis://u:hunter2/x@h/list:a", "%2F"),
+        ("inproc://x", "no destination"),
+        ("nowhere", "unknown transport"),
+        ("kafka://h:1/q", "routes.0.source reads"),
+    ],
+)
+def test_destinations_that_are_no_place_are_refused_by_name(destination: str, words: str) -> None:
+    text = contradiction("routes.a.source=kafka://h:1/q", f"routes.a.destination={destination}")
+    assert "routes.0.destination" in text and words in text and "hunter2" not in text
+
+
+@pytest.mark.parametrize(
+    "destination",
+    ["kafka://h:1/a", "redis://h/list:a", "rediss://u:p@h/stream:a?db=3", "file:///out.jsonl", "-"],
+)
+def test_a_destination_may_be_of_another_kind_than_the_source(destination: str) -> None:
+    settings = load(
+        {
+            "models.m.path": "x",
+            "routes.a.source": "redis://h/q",
+            "routes.a.destination": destination,
+        },
+        {},
+        None,
+    )
+    assert settings.routes[0].destination == destination
 
 
 # --- printing --------------------------------------------------------------------------------------
