@@ -14,7 +14,9 @@ from typing import Any
 from gpu.batch import Runner
 from gpu.faults import ModelLoadError
 from gpu.folder.families import VISION_FAMILIES
-from gpu.folder.read import ModelSpec, load_spec, resolve_folder
+from gpu.folder.hub import resolve_folder
+from gpu.folder.read import load_spec
+from gpu.folder.spec import ModelSpec
 from gpu.folder.static import STATIC_TYPES
 from gpu.settings import ModelSettings, model_settings
 

@@ -33,7 +33,7 @@ from gpu.device.linears import LinearReport, prepack
 from gpu.device.pages import FilePages, own_memory
 from gpu.encode.long_texts import in_chunks
 from gpu.faults import ModelLoadError, as_runner_error
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
 from gpu.forward.choice import pick_forward, pick_sharing
 from gpu.forward.cuda_graphs import with_graphs

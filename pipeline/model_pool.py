@@ -18,7 +18,7 @@ import structlog
 
 from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
-from gpu.folder.read import ModelLoadError
+from gpu.faults import ModelLoadError
 from gpu.load import RunnerFactory
 from pipeline.demo.fetch import ModelFetchError, resolve_model
 from pipeline.lifecycle import ExitStatus, OperatorError

@@ -16,7 +16,7 @@ import torch
 
 from gpu.faults import ModelLoadError
 from gpu.folder.prompts import LabelHead
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.pooler import Segments, last_rows
 
 _HEAD = "lm_head.weight"

@@ -20,7 +20,7 @@ from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
 from gpu.device.staging import CopyOut, Ticket
 from gpu.encode.long_texts import spans_of
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.pooler import DenseStack, Segments, finish, pool
 from schemas.errors import NonFinite
 from schemas.requests import Output

@@ -8,14 +8,18 @@ library does with it (end token, chat template) is settled here, once, and said 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from gpu.encode.template import learn_template
 from gpu.encode.text import EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
-from gpu.folder.decoders import close_with_end_token
 from gpu.folder.fingerprint import TOKENIZER_FILES
+from gpu.folder.modules import read_json
 from gpu.folder.nvembed import NVEMBED
-from gpu.folder.read import ModelSpec
 from gpu.folder.rerankers import rendered
+from gpu.folder.spec import ModelSpec
 
 
 def load_encoder(
@@ -42,7 +46,7 @@ def load_encoder(
         raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
     always = spec.model_type == NVEMBED
     if (spec.family.causal or always) and (
-        note := close_with_end_token(fast, spec.transformer, always=always)
+        note := _close_with_end_token(fast, spec.transformer, always=always)
     ):
         spec = dataclasses.replace(spec, notes=(*spec.notes, note))
     if spec.pairs is not None:
@@ -62,3 +66,32 @@ def load_encoder(
         empty_input=empty_input,
         bos=outer.bos_token,
     )
+
+
+def _close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) -> str | None:
+    """Make the tokenizer end every text with its end token where the folder says so; the note, or None.
+
+    `add_eos_token` in tokenizer_config.json was obeyed by transformers 4 and is dropped by version 5
+    when there is a tokenizer.json (gte-Qwen2 relied on it, through a tokenizer class of its own). A
+    tokenizer that closes texts already is left alone: the end token stands once.
+    always: the model's own code does it, whatever the tokenizer's files say (NV-Embed).
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    end = config.get("eos_token")
+    end = end.get("content") if isinstance(end, Mapping) else end
+    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
+    if not (always or config.get("add_eos_token") is True) or end_id is None:
+        return None
+    from tokenizers.processors import TemplateProcessing
+
+    template = learn_template(tokenizer)
+    if len(template.suffix):
+        return None
+    special = {tokenizer.id_to_token(int(i)): int(i) for i in template.prefix} | {end: end_id}
+    start = " ".join(tokenizer.id_to_token(int(i)) for i in template.prefix)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{start} $A {end}".strip(),
+        pair=f"{start} $A {end} {start} $B:1 {end}:1".strip().replace("  ", " "),
+        special_tokens=list(special.items()),
+    )
+    return f"texts are closed with {end}, as tokenizer_config.json says (add_eos_token)"

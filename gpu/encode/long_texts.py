@@ -32,7 +32,7 @@ from schemas.errors import EmbedstreamError, NonFinite, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Output
 
 if TYPE_CHECKING:
-    from gpu.folder.read import ModelSpec
+    from gpu.folder.spec import ModelSpec
 
 CHUNKS = "chunks"
 """Key in `EncodedItem.extras`: tokens of each chunk, in order; their sum is the item's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gpu.batch import ItemOptions
 from gpu.encode.long_texts import check_long
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from schemas.errors import InvalidDimensions, Unsupported
 from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, Task
 

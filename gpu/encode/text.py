@@ -23,7 +23,7 @@ from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.prompts import N_SHARED
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from schemas.errors import (
     EmbedstreamError,
     EmptyInput,

@@ -21,7 +21,7 @@ from gpu.encode.images import ImageLimits, open_image, require_pillow
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import TOKENIZER_FILES
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.folder.vision import CLIP, GME, GME_IMAGE_TOKENS
 from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
 from schemas.requests import AnyRequest, EmbedRequest, Image

@@ -1,6 +1,6 @@
 """Decoder folders: code that comes with them, reward models, flags that change what they compute.
 
-Who calls it: `gpu.folder.read` while it reads a folder, `gpu.encode.text` when it loads one.
+Who calls it: `gpu.folder.read` while it reads a folder; `gpu.forward` for a RoPE that depends on length.
 What must stay true: a folder whose own code may compute something else than the transformers class of
 the same model type is refused by name unless the operator says what it computes; no torch here.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from gpu.faults import ModelLoadError
 from gpu.folder.families import Family
-from gpu.folder.modules import read_json
+from gpu.folder.spec import Overrides
 
 REWARD_SUFFIX = "ForRewardModel"
 
@@ -28,17 +28,14 @@ def check_folder_code(
     config: Mapping[str, Any],
     family: Family,
     architecture: str,
-    *,
-    trust_remote_code: bool,
-    causal: bool | None,
+    said: Overrides,
 ) -> tuple[str, ...]:
     """Notes about code in the folder that will not run; `ModelLoadError` when it would be missed.
 
     gte-Qwen2 and its kin ship a copy of their model type's class whose only difference is that
     attention is not causal, and say so in `config.json` (`is_causal`): those run as the plain class.
-    causal: the operator's word on it, or None.
     """
-    if is_reward(architecture) and not trust_remote_code:
+    if is_reward(architecture) and not said.trust_remote_code:
         raise ModelLoadError(
             f"{folder}: {architecture} exists only as code in the model folder; read that code, then "
             "set `trust_remote_code = true` for this model"
@@ -48,7 +45,7 @@ def check_folder_code(
     classifier = architecture.endswith("ForSequenceClassification")
     kind = "ForSequenceClassification" if classifier else ""
     remote = (config.get("auto_map") or {}).get(f"AutoModel{kind}")
-    if trust_remote_code or remote is None or not family.causal:
+    if said.trust_remote_code or remote is None or not family.causal:
         return ()
     name = str(remote).rsplit(".", 1)[-1]
     if name.lower() != family.model_type.replace("_", "") + (kind or "Model").lower():
@@ -56,7 +53,7 @@ def check_folder_code(
             f"{folder}: the folder brings a model class of its own ({name}) for model type "
             f"{family.model_type!r}; read that code, then set `trust_remote_code = true`"
         )
-    if causal is None and not isinstance(config.get("is_causal"), bool):
+    if said.causal is None and not isinstance(config.get("is_causal"), bool):
         raise ModelLoadError(
             f"{folder}: the folder brings its own copy of {name} and config.json does not say "
             "`is_causal`; set `causal = true` or `causal = false` for this model, or "
@@ -124,34 +121,3 @@ def rope_limit(config: Mapping[str, Any]) -> int | None:
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return int(switch[1] * float(rope.get("factor") or 1.0))
-
-
-def close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) -> str | None:
-    """Make the tokenizer end every text with its end token where the folder says so; the note, or None.
-
-    `add_eos_token` in tokenizer_config.json was obeyed by transformers 4 and is dropped by version 5
-    when there is a tokenizer.json (gte-Qwen2 relied on it, through a tokenizer class of its own). A
-    tokenizer that closes texts already is left alone: the end token stands once.
-    always: the model's own code does it, whatever the tokenizer's files say (NV-Embed).
-    """
-    config = read_json(folder / "tokenizer_config.json")
-    end = config.get("eos_token")
-    end = end.get("content") if isinstance(end, Mapping) else end
-    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
-    if not (always or config.get("add_eos_token") is True) or end_id is None:
-        return None
-    from tokenizers.processors import TemplateProcessing
-
-    from gpu.encode.template import learn_template
-
-    template = learn_template(tokenizer)
-    if len(template.suffix):
-        return None
-    special = {tokenizer.id_to_token(int(i)): int(i) for i in template.prefix} | {end: end_id}
-    start = " ".join(tokenizer.id_to_token(int(i)) for i in template.prefix)
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{start} $A {end}".strip(),
-        pair=f"{start} $A {end} {start} $B:1 {end}:1".strip().replace("  ", " "),
-        special_tokens=list(special.items()),
-    )
-    return f"texts are closed with {end}, as tokenizer_config.json says (add_eos_token)"

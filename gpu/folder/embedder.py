@@ -1,6 +1,6 @@
-"""What a folder says about its vectors: outputs, pooling, Dense modules, sizes.
+"""What a folder says about its vectors: outputs, pooling, Dense modules, sizes, prompts.
 
-Who calls it: `gpu.folder.read` for folders that embed; other readers of folders for `allowed_dimensions`.
+Who calls it: `gpu.folder.read` for folders that embed; the other readers for sizes and prompts.
 What must stay true: JSON only; a pooling or a size is read or set, never guessed.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.families import Family
 from gpu.folder.modules import POOLINGS, Modules, pooling_name
-from gpu.folder.outputs import extra_outputs
+from gpu.folder.outputs import extra_outputs, prefixed_prompts
+from gpu.folder.spec import Overrides
 
 
 def embed_fields(
@@ -21,13 +22,10 @@ def embed_fields(
     family: Family,
     config: Mapping[str, Any],
     modules: Modules,
-    pooling: str | None,
-    matryoshka: tuple[int, ...] | None,
+    said: Overrides,
 ) -> dict[str, Any]:
-    """Fields of the `ModelSpec`; `pooling` and `matryoshka` are the settings' and win.
-
-    Raises `ModelLoadError` for what would have to be guessed.
-    """
+    """Fields of the `ModelSpec`. Raises `ModelLoadError` for what would have to be guessed."""
+    pooling = said.pooling
     extra = extra_outputs(
         folder,
         config,
@@ -43,7 +41,7 @@ def embed_fields(
             "tasks": frozenset({"embed"}),
             "head": False,
             "normalize": modules.normalize,
-            "allowed_dimensions": token_size and allowed_dimensions(config, token_size, matryoshka),
+            "allowed_dimensions": token_size and allowed_dimensions(config, token_size, said),
             "sparse": extra.sparse,
             "multivector": extra.multivector,
             "notes": extra.notes,
@@ -81,7 +79,7 @@ def embed_fields(
         "sparse": extra.sparse,
         "multivector": extra.multivector,
         "dimensions": native,
-        "allowed_dimensions": allowed_dimensions(config, native, matryoshka),
+        "allowed_dimensions": allowed_dimensions(config, native, said),
         "notes": tuple(notes),
     }
 
@@ -95,10 +93,11 @@ def hidden_size(config: Mapping[str, Any]) -> int:
 
 
 def allowed_dimensions(
-    config: Mapping[str, Any], native: int, override: tuple[int, ...] | None
+    config: Mapping[str, Any], native: int, said: Overrides
 ) -> tuple[int, ...] | None:
     """Sizes that a vector may be cut to, ascending, native included; None: the native one only."""
-    named = override if override is not None else config.get("matryoshka_dimensions")
+    named = said.matryoshka_dimensions
+    named = config.get("matryoshka_dimensions") if named is None else named
     if named:
         bad = [d for d in named if not 0 < int(d) <= native]
         if bad:
@@ -109,3 +108,16 @@ def allowed_dimensions(
     if config.get("is_matryoshka"):
         return tuple(range(1, native + 1))
     return None
+
+
+def read_prompts(folder: Path, st_config: Mapping[str, Any], said: Overrides) -> dict[str, Any]:
+    """Fields of the `ModelSpec`: prompts by name, and which one a request without a name gets."""
+    read = {**prefixed_prompts(st_config), **(said.prompts or {})}
+    prompts = {str(k): str(v) for k, v in read.items() if v is not None}
+    default = said.default_prompt_name or st_config.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ModelLoadError(
+            f"{folder}: default_prompt_name {default!r} is not among the prompts: "
+            f"{', '.join(sorted(prompts)) or 'there are none'}"
+        )
+    return {"prompts": prompts, "default_prompt_name": default}

@@ -1,6 +1,6 @@
 """NV-Embed's folder: a bidirectional Mistral and a latent-attention block before the mean.
 
-Who calls it: `gpu.folder.read.load_spec`, before it looks for an ordinary text model; `gpu.forward.weights`.
+Who calls it: `gpu.folder.read`, before it looks for an ordinary text model.
 What must stay true: JSON and hashes only. The folder names classes of its own; they are not run: what
 they compute is computed here (`gpu.forward.nvembed`), and only when the operator trusts that code,
 because nothing but that code says what the model is.
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
+from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import FAMILIES
 from gpu.folder.fingerprint import fingerprint_of, weight_files
 from gpu.folder.modules import read_json
-from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
+from gpu.folder.spec import ModelSpec, Overrides
 
 NVEMBED = "nvembed"
 # modeling_nvembed.py's LatentAttentionConfig.
@@ -29,39 +30,27 @@ _MASKED_PROMPT = (
 )
 
 
-def is_nvembed(folder: Path) -> bool:
-    """Whether the folder is NV-Embed's."""
-    return bool(read_json(folder / "config.json").get("model_type") == NVEMBED)
-
-
-def latent_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The block's sizes; what the folder does not say is the published default."""
     given = config.get("latent_attention_config") or {}
     return {name: given.get(name, default) for name, default in LATENT_DEFAULTS.items()}
 
 
-def load_latent_spec(
-    folder: Path,
-    *,
-    trust_remote_code: bool,
-    pooling: str | None = None,
-    max_tokens: int | None = None,
-    matryoshka_dimensions: tuple[int, ...] | None = None,
-    prompts: Mapping[str, str] | None = None,
-    default_prompt_name: str | None = None,
-) -> ModelSpec:
-    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`, without `trust_remote_code` always."""
-    if not trust_remote_code:
+def read_nvembed(folder: Path, said: Overrides) -> ModelSpec | None:
+    """None: the folder is not NV-Embed's. Raises `ModelLoadError`, without `trust_remote_code` always."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != NVEMBED:
+        return None
+    if not said.trust_remote_code:
         raise ModelLoadError(
             f"{folder}: model type {NVEMBED!r} is defined by Python code in its folder "
             "(modeling_nvembed.py); read it, then set `trust_remote_code = true` for this model"
         )
-    config = read_json(folder / "config.json", required=True)
     text = config.get("text_config") or {}
-    sizes = latent_config(config)
-    if pooling not in (None, "mean"):
+    sizes = _latent_config(config)
+    if said.pooling not in (None, "mean"):
         raise ModelLoadError(
-            f"{folder}: pooling = {pooling!r}; NV-Embed is latent attention and a mean"
+            f"{folder}: pooling = {said.pooling!r}; NV-Embed is latent attention and a mean"
         )
     hidden = int(text.get("hidden_size") or 0)
     if not hidden or hidden != sizes["hidden_dim"] or hidden != sizes["latent_dim"]:
@@ -85,7 +74,7 @@ def load_latent_spec(
         "config": {**text, "latent_attention_config": sizes},
         "tasks": frozenset({"embed"}),
         "head": False,
-        "max_tokens": max_tokens or min(limits),
+        "max_tokens": said.max_tokens or min(limits),
         "position_offset": 0,
         "dimensions": hidden,
         "pooling": "mean",
@@ -94,8 +83,8 @@ def load_latent_spec(
             and config.get("padding_side", "right") == "right"
         ),
         "normalize": bool(sizes["output_normalize"]),
-        "allowed_dimensions": allowed_dimensions(config, hidden, matryoshka_dimensions),
-        **read_prompts(folder, st_config, prompts, default_prompt_name),
+        "allowed_dimensions": allowed_dimensions(config, hidden, said),
+        **read_prompts(folder, st_config, said),
     }
     notes = [
         "trust_remote_code: the folder's own code is not run; what it computes is, natively",

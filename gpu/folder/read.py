@@ -8,14 +8,11 @@ local folder never causes a connection attempt.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from gpu.batch import Pooling
-from gpu.faults import ModelLoadError as ModelLoadError  # callers know it under this address
+from gpu.faults import ModelLoadError
 from gpu.folder.decoders import (
     attention_notes,
     check_folder_code,
@@ -23,224 +20,70 @@ from gpu.folder.decoders import (
     remote_family,
     rope_limit,
 )
-from gpu.folder.embedder import allowed_dimensions as allowed_dimensions  # for other readers
-from gpu.folder.embedder import embed_fields
+from gpu.folder.embedder import embed_fields, read_prompts
 from gpu.folder.families import FAMILIES, Family, position_offset
 from gpu.folder.fingerprint import fingerprint_of, weight_files
-from gpu.folder.modules import DenseSpec, read_json, read_modules
-from gpu.folder.outputs import (
-    OUTPUTS,
-    SparseSpec,
-    SpladeSpec,
-    TokenVectorSpec,
-    prefixed_prompts,
-)
-from gpu.folder.prompts import LabelHead, PairPrompt
+from gpu.folder.modules import read_json, read_modules
+from gpu.folder.nvembed import read_nvembed
+from gpu.folder.prompts import LabelHead
 from gpu.folder.rerankers import declared_prompt, is_scorer, label_head
-from schemas.requests import Output, Task
+from gpu.folder.spec import ModelSpec, Overrides
+from gpu.folder.static import read_static
+from gpu.folder.vision import read_vision
+from schemas.requests import Task
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
+_OTHER_SHAPES = (read_static, read_nvembed, read_vision)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """What a folder says. Paths are local; sizes in tokens or in elements.
-
-    folder: the model folder; transformer: where config.json and the weights are (may be the same).
-    head: the model has a `*ForSequenceClassification` head.
-    score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
-    allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
-    dimensions, pooling: of the dense vector; None: the model has none. sparse, multivector: the other
-    outputs, computed from the same forward.
-    """
-
-    folder: Path
-    transformer: Path
-    architecture: str
-    model_type: str
-    family: Family
-    config: Mapping[str, Any]
-    tasks: frozenset[Task]
-    head: bool
-    max_tokens: int
-    position_offset: int
-    fingerprint: str
-    dimensions: int | None = None
-    pooling: Pooling | None = None
-    include_prompt: bool = True
-    dense: tuple[DenseSpec, ...] = ()
-    normalize: bool = False
-    allowed_dimensions: tuple[int, ...] | None = None
-    labels: tuple[str, ...] = ()
-    score_activation: str = "identity"
-    label_activation: str = "identity"
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    pairs: PairPrompt | None = None
-    label_head: LabelHead | None = None
-    causal: bool | None = None
-    notes: tuple[str, ...] = ()
-    sparse: SparseSpec | None = None
-    multivector: TokenVectorSpec | None = None
-
-    @property
-    def has_mlm_head(self) -> bool:
-        """The model is a `*ForMaskedLM` whose logits are read (SPLADE)."""
-        return isinstance(self.sparse, SpladeSpec)
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        """What it can give for one text, in the order in which one of them is the default."""
-        there = (self.dimensions, self.sparse, self.multivector)
-        return tuple(o for o, value in zip(OUTPUTS, there, strict=True) if value is not None)
-
-    @property
-    def skipped_pad(self) -> int | None:
-        """See `gpu.pooler.segments_of`."""
-        last = self.head and self.family.head == "score_on_last"
-        return self.config.get("pad_token_id") if last else None
-
-    @property
-    def weights(self) -> list[Path]:
-        """Weight files of the transformer, safetensors first."""
-        return weight_files(self.transformer)
-
-
-def resolve_folder(
-    path: str,
-    *,
-    offline: bool = True,
-    revision: str | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-) -> Path:
-    """The local folder for a path or a hub id.
-
-    A folder that exists is used as it is, without any connection. Anything else is a hub id, looked
-    up in the local hub cache, and downloaded only when `offline` is False. Pickled weights and code
-    are fetched only when they may be used.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelLoadError(f"models path {path}: it is a file; name the folder that holds it")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise ModelLoadError(f"models path {path}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*_linear.pt"]  # * also matches /
-    patterns += ["*.bin"] if allow_pickle else []
-    patterns += ["*.py"] if trust_remote_code else []
-    try:
-        return Path(
-            snapshot_download(
-                path, revision=revision, local_files_only=offline, allow_patterns=patterns
-            )
-        )
-    except Exception as error:
-        how = (
-            "it is not in the local hub cache and the service is offline; "
-            "give a folder, or set `offline = false`"
-            if offline
-            else f"the hub did not give it ({type(error).__name__}); give a local folder"
-        )
-        raise ModelLoadError(f"models path {path}: no such folder, and {how}") from error
-
-
-def load_spec(
-    folder: str | Path,
-    *,
-    pooling: str | None = None,
-    max_tokens: int | None = None,
-    matryoshka_dimensions: tuple[int, ...] | None = None,
-    prompts: Mapping[str, str] | None = None,
-    default_prompt_name: str | None = None,
-    rerank_template: str | None = None,
-    label_tokens: tuple[str, ...] | None = None,
-    causal: bool | None = None,
-    trust_remote_code: bool = False,
-) -> ModelSpec:
+def load_spec(folder: str | Path, **overrides: Any) -> ModelSpec:
     """Read a Sentence-Transformers or plain transformers folder.
 
-    The keyword arguments override what the folder says. Raises `ModelLoadError` for a folder that
-    is incomplete, a model type without a row in `gpu.folder.families`, an unknown module or pooling.
+    overrides: fields of `Overrides`. Raises `ModelLoadError` for a folder that is incomplete, a model
+    type without a row in `gpu.folder.families`, an unknown module or pooling.
     """
-    folder = Path(folder)
+    folder, said = Path(folder), Overrides(**overrides)
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
-    from gpu.folder.static import load_static_spec, static_kind  # it builds on this module
+    for read in _OTHER_SHAPES:
+        if (found := read(folder, said)) is not None:
+            return found
+    return _read_text(folder, said)
 
-    if static_kind(folder) is not None:
-        return load_static_spec(
-            folder,
-            pooling=pooling,
-            max_tokens=max_tokens,
-            matryoshka_dimensions=matryoshka_dimensions,
-            prompts=prompts,
-            default_prompt_name=default_prompt_name,
-        )
-    from gpu.folder.nvembed import is_nvembed, load_latent_spec
-    from gpu.folder.vision import load_vision_spec, vision_family
 
-    if is_nvembed(folder):
-        return load_latent_spec(
-            folder,
-            trust_remote_code=trust_remote_code,
-            pooling=pooling,
-            max_tokens=max_tokens,
-            matryoshka_dimensions=matryoshka_dimensions,
-            prompts=prompts,
-            default_prompt_name=default_prompt_name,
-        )
-    if (found := vision_family(folder)) is not None:
-        return load_vision_spec(
-            folder,
-            *found,
-            pooling=pooling,
-            max_tokens=max_tokens,
-            matryoshka_dimensions=matryoshka_dimensions,
-            prompts=prompts,
-            default_prompt_name=default_prompt_name,
-            causal=causal,
-        )
+def _read_text(folder: Path, said: Overrides) -> ModelSpec:
+    """A text model with a transformer: embedder, scorer, or a language model read as one."""
     modules = read_modules(folder)
     transformer = modules.transformer
     config = read_json(transformer / "config.json", required=True)
-    model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type)
     architecture = str((config.get("architectures") or [""])[0])
-    if family is None:
-        family = remote_family(folder, config, trust_remote_code=trust_remote_code)
-    if family is None:
-        raise ModelLoadError(
-            f"{folder}: model type {model_type!r} ({architecture or 'no architecture named'}) is not "
-            f"supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
+    family = _family(folder, config, architecture, said)
     if not weight_files(transformer):
         raise ModelLoadError(f"{transformer}: no weights (model.safetensors) in the folder")
     common: dict[str, Any] = {
         "folder": folder,
         "transformer": transformer,
         "architecture": architecture,
-        "model_type": model_type,
+        "model_type": family.model_type,
         "family": family,
         "config": config,
         "position_offset": position_offset(family, config.get("pad_token_id")),
-        "max_tokens": _max_tokens(folder, transformer, config, family, max_tokens),
-        "causal": causal,
+        "max_tokens": _max_tokens(folder, transformer, config, family, said.max_tokens),
+        "causal": said.causal,
     }
-    notes = check_folder_code(
-        folder, config, family, architecture, trust_remote_code=trust_remote_code, causal=causal
-    )
+    notes = check_folder_code(folder, config, family, architecture, said)
     st_config = read_json(folder / "config_sentence_transformers.json")
-    common |= read_prompts(folder, st_config, prompts, default_prompt_name)
+    common |= read_prompts(folder, st_config, said)
     if modules.pooling is None:
-        common["pairs"] = declared_prompt(folder, transformer, rerank_template)
+        common["pairs"] = declared_prompt(folder, transformer, said.rerank_template)
         common["label_head"] = label_head(
-            folder, modules.logit_score, rerank_template, label_tokens, architecture=architecture
+            folder,
+            modules.logit_score,
+            said.rerank_template,
+            said.label_tokens,
+            architecture=architecture,
         )
-    elif rerank_template or label_tokens:
+    elif said.rerank_template or said.label_tokens:
         raise ModelLoadError(
             f"{folder}: rerank_template and label_tokens are for scorers, and this folder pools"
         )
@@ -248,8 +91,8 @@ def load_spec(
         common["default_prompt_name"] = None  # it is the prompt's instruction
         if not family.causal:
             raise ModelLoadError(
-                f"{folder}: a rerank prompt is for decoders; {model_type} reads a pair as its tokenizer "
-                "joins it"
+                f"{folder}: a rerank prompt is for decoders; {family.model_type} reads a pair as its "
+                "tokenizer joins it"
             )
     if common.get("label_head") is not None:
         answer = _label_fields(folder, family, config, st_config, common["label_head"])
@@ -261,14 +104,27 @@ def load_spec(
             )
         answer = _head_fields(folder, family, config, st_config)
     else:
-        answer = embed_fields(folder, family, config, modules, pooling, matryoshka_dimensions)
+        answer = embed_fields(folder, family, config, modules, said)
     answer["notes"] = (
-        *answer.get("notes", ()), *notes, *attention_notes(config, family, causal)
+        *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
     )  # fmt: skip
     answer["fingerprint"] = fingerprint_of(
         transformer, dense=[d.folder for d in answer.get("dense", ())], meaning=common | answer
     )
     return ModelSpec(**common, **answer)
+
+
+def _family(folder: Path, config: Mapping[str, Any], architecture: str, said: Overrides) -> Family:
+    model_type = str(config.get("model_type", ""))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        family = remote_family(folder, config, trust_remote_code=said.trust_remote_code)
+    if family is None:
+        raise ModelLoadError(
+            f"{folder}: model type {model_type!r} ({architecture or 'no architecture named'}) is not "
+            f"supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return family
 
 
 def _label_fields(
@@ -349,23 +205,6 @@ def _label_activation(config: Mapping[str, Any], n_labels: int) -> str:
     if problem == "multi_label_classification" or n_labels == 1:
         return "sigmoid"
     return "softmax"
-
-
-def read_prompts(
-    folder: Path,
-    st_config: Mapping[str, Any],
-    override: Mapping[str, str] | None,
-    default_override: str | None,
-) -> dict[str, Any]:
-    read = {**prefixed_prompts(st_config), **(override or {})}
-    prompts = {str(k): str(v) for k, v in read.items() if v is not None}
-    default = default_override or st_config.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ModelLoadError(
-            f"{folder}: default_prompt_name {default!r} is not among the prompts: "
-            f"{', '.join(sorted(prompts)) or 'there are none'}"
-        )
-    return {"prompts": prompts, "default_prompt_name": cast("str | None", default)}
 
 
 def _max_tokens(

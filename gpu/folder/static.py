@@ -1,22 +1,22 @@
 """Reads the folder of a static model: one vector per token, averaged; no transformer.
 
-Who calls it: `gpu.folder.read.load_spec`, before it looks for a transformer.
+Who calls it: `gpu.folder.read`, before it looks for a transformer.
 What must stay true: JSON and hashes only, as in `gpu.folder.read`; the two published layouts are told
 apart by their files, because their libraries treat unknown tokens and long texts differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
+from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import Family
 from gpu.folder.fingerprint import fingerprint_of, weight_files
 from gpu.folder.modules import read_json
 from gpu.folder.outputs import vocabulary
-from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
+from gpu.folder.spec import ModelSpec, Overrides
 
 MODEL2VEC, STATIC_EMBEDDING = "model2vec", "static_embedding"
 STATIC_TYPES = (MODEL2VEC, STATIC_EMBEDDING)
@@ -24,30 +24,14 @@ MODEL2VEC_MAX_TOKENS = 512  # model2vec's own default where its config names non
 ANY_LENGTH = 1_048_576  # sentence-transformers cuts nothing; the largest `max_tokens` one may set
 
 
-def static_kind(folder: Path) -> str | None:
-    """Which layout the folder has; None: it holds no static model."""
-    if read_json(folder / "config.json").get("model_type") == MODEL2VEC:
-        return MODEL2VEC
-    entries = read_json(folder / "modules.json") or [{}]
-    first = str(entries[0].get("type", "")).rsplit(".", 1)[-1]
-    return STATIC_EMBEDDING if first == "StaticEmbedding" else None
-
-
-def load_static_spec(
-    folder: Path,
-    *,
-    pooling: str | None = None,
-    max_tokens: int | None = None,
-    matryoshka_dimensions: tuple[int, ...] | None = None,
-    prompts: Mapping[str, str] | None = None,
-    default_prompt_name: str | None = None,
-) -> ModelSpec:
-    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`."""
-    kind = static_kind(folder)
-    assert kind is not None, "the caller asked first"
-    if pooling not in (None, "mean"):
+def read_static(folder: Path, said: Overrides) -> ModelSpec | None:
+    """None: the folder holds no static model. Raises `ModelLoadError`."""
+    kind = _kind(folder)
+    if kind is None:
+        return None
+    if said.pooling not in (None, "mean"):
         raise ModelLoadError(
-            f"{folder}: pooling = {pooling!r}; a static model is a mean of vectors"
+            f"{folder}: pooling = {said.pooling!r}; a static model is a mean of vectors"
         )
     where, normalize = _modules(folder, kind)
     config = read_json(folder / "config.json") if kind == MODEL2VEC else {}
@@ -67,15 +51,24 @@ def load_static_spec(
         "config": {**config, "vocab_size": 1 + max(vocabulary(where).values(), default=0)},
         "tasks": frozenset({"embed"}),
         "head": False,
-        "max_tokens": max_tokens or limit or ANY_LENGTH,
+        "max_tokens": said.max_tokens or limit or ANY_LENGTH,
         "position_offset": 0,
         "dimensions": native,
         "pooling": "mean",
         "normalize": normalize,
-        "allowed_dimensions": allowed_dimensions(config, native, matryoshka_dimensions),
-        **read_prompts(folder, st_config, prompts, default_prompt_name),
+        "allowed_dimensions": allowed_dimensions(config, native, said),
+        **read_prompts(folder, st_config, said),
     }
     return ModelSpec(**common, fingerprint=fingerprint_of(where, meaning=common))
+
+
+def _kind(folder: Path) -> str | None:
+    """Which of the two published layouts the folder has."""
+    if read_json(folder / "config.json").get("model_type") == MODEL2VEC:
+        return MODEL2VEC
+    entries = read_json(folder / "modules.json") or [{}]
+    first = str(entries[0].get("type", "")).rsplit(".", 1)[-1]
+    return STATIC_EMBEDDING if first == "StaticEmbedding" else None
 
 
 def _modules(folder: Path, kind: str) -> tuple[Path, bool]:

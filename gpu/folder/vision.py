@@ -1,6 +1,6 @@
 """Reads the folder of a model that takes images: CLIP, and Qwen2-VL used for embeddings (GME).
 
-Who calls it: `gpu.folder.read.load_spec`, before it looks for a text model.
+Who calls it: `gpu.folder.read`, before it looks for a text model.
 What must stay true: JSON and hashes only, as in `gpu.folder.read`; what the folder does not say is the
 model's own published code, named here; other multimodal types are refused by name.
 """
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
+from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import VISION_FAMILIES, Family
 from gpu.folder.fingerprint import fingerprint_of, weight_files
 from gpu.folder.modules import read_json
-from gpu.folder.read import ModelSpec, allowed_dimensions, read_prompts
+from gpu.folder.spec import ModelSpec, Overrides
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"
@@ -25,29 +26,11 @@ GME = "gme"
 """Key in the config: the folder is GME's, see `_is_gme`."""
 
 
-def vision_family(folder: Path) -> tuple[Path, Family] | None:
-    """(folder of the transformer, row) of a model that takes images; None: it is another kind."""
-    entries = read_json(folder / "modules.json") or [{}]
-    where = folder / str(entries[0].get("path", ""))
-    if not (where / "config.json").is_file():
-        where = where / "0_CLIPModel" if (where / "0_CLIPModel").is_dir() else folder
-    family = VISION_FAMILIES.get(str(read_json(where / "config.json").get("model_type", "")))
-    return None if family is None else (where, family)
-
-
-def load_vision_spec(
-    folder: Path,
-    where: Path,
-    family: Family,
-    *,
-    pooling: str | None = None,
-    max_tokens: int | None = None,
-    matryoshka_dimensions: tuple[int, ...] | None = None,
-    prompts: Mapping[str, str] | None = None,
-    default_prompt_name: str | None = None,
-    causal: bool | None = None,
-) -> ModelSpec:
-    """As `gpu.folder.read.load_spec`. Raises `ModelLoadError`."""
+def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
+    """None: the folder holds no model that takes images. Raises `ModelLoadError`."""
+    if (found := _family(folder)) is None:
+        return None
+    where, family = found
     config = read_json(where / "config.json", required=True)
     if not weight_files(where):
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
@@ -55,8 +38,10 @@ def load_vision_spec(
         raise ModelLoadError(f"{where}: no {PREPROCESSOR}, which says how images are resized")
     text = {**config, **(config.get("text_config") or {})}
     is_clip = family.model_type == CLIP
-    if pooling not in (None, "last_token"):
-        raise ModelLoadError(f"{folder}: pooling = {pooling!r}; {family.model_type} has its own")
+    if said.pooling not in (None, "last_token"):
+        raise ModelLoadError(
+            f"{folder}: pooling = {said.pooling!r}; {family.model_type} has its own"
+        )
     native = int(config.get("projection_dim", 512) if is_clip else text["hidden_size"])
     limits = [int(text.get("max_position_embeddings", 77))]
     if not is_clip:
@@ -65,8 +50,8 @@ def load_vision_spec(
     length = read_json(where / "tokenizer_config.json").get("model_max_length")
     if isinstance(length, int) and length > 0:
         limits.append(length)
-    if max_tokens is not None and is_clip and max_tokens > limits[0]:
-        raise ModelLoadError(f"max_tokens = {max_tokens}: the model takes 1 to {limits[0]}")
+    if said.max_tokens is not None and is_clip and said.max_tokens > limits[0]:
+        raise ModelLoadError(f"max_tokens = {said.max_tokens}: the model takes 1 to {limits[0]}")
     st_config = read_json(folder / "config_sentence_transformers.json")
     common: dict[str, Any] = {
         "folder": folder,
@@ -83,18 +68,28 @@ def load_vision_spec(
         "notes": (_SEQUENCE if gme else _GRID,) if not is_clip else (),
         "tasks": frozenset({"embed"}),
         "head": False,
-        "max_tokens": max_tokens or min(limits),
+        "max_tokens": said.max_tokens or min(limits),
         "position_offset": 0,
         "dimensions": native,
         "pooling": "last_token",
         "normalize": _normalizes(folder, default=not is_clip),
-        "allowed_dimensions": allowed_dimensions(config, native, matryoshka_dimensions),
-        "causal": causal,
-        **read_prompts(folder, st_config, prompts, default_prompt_name),
+        "allowed_dimensions": allowed_dimensions(config, native, said),
+        "causal": said.causal,
+        **read_prompts(folder, st_config, said),
     }
     vision = {"preprocessing": common["config"]["preprocessing"], GME: gme}
     fingerprint = fingerprint_of(where, meaning=common | {"vision": vision})
     return ModelSpec(**common, fingerprint=fingerprint)
+
+
+def _family(folder: Path) -> tuple[Path, Family] | None:
+    """(folder of the transformer, row) of a model that takes images; None: it is another kind."""
+    entries = read_json(folder / "modules.json") or [{}]
+    where = folder / str(entries[0].get("path", ""))
+    if not (where / "config.json").is_file():
+        where = where / "0_CLIPModel" if (where / "0_CLIPModel").is_dir() else folder
+    family = VISION_FAMILIES.get(str(read_json(where / "config.json").get("model_type", "")))
+    return None if family is None else (where, family)
 
 
 _SEQUENCE = "image tokens are numbered in one row, as GME's own code does, and not by their grid"

@@ -15,7 +15,7 @@ import torch
 from gpu.attention import NAME, AttentionBackend, register
 from gpu.batch import PackedBatch
 from gpu.folder.decoders import length_dependent
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.forward.packed import Forward, PackedForward, PaddedForward
 from gpu.forward.rope import RopePackedForward, RopePaddedForward
 from gpu.forward.selfcheck import Finding, check_forward, compare

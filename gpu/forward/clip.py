@@ -17,7 +17,7 @@ import torch
 from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.encode.vision import PIXELS
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.forward.pixels import Pixels
 
 

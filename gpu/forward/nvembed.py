@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu.faults import ModelLoadError
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 
 BLOCK_ROWS = 32
 """Tokens per attention call: one size, so that the kernel never chooses by the pack's."""

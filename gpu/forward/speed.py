@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gpu.attention import SdpaBackend
-from gpu.folder.read import ModelLoadError
+from gpu.faults import ModelLoadError
 
 Speed: TypeAlias = Literal["off", "bf16", "int8"]
 

@@ -26,7 +26,7 @@ from gpu.batch import (
 )
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.folder.static import MODEL2VEC
 from gpu.pooler import NORM_EPS
 from schemas.errors import (

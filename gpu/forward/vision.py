@@ -20,7 +20,7 @@ from gpu.device.linears import LinearReport, prepack
 from gpu.device.pages import FilePages, own_memory
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError, as_runner_error
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.folder.vision import CLIP
 from gpu.forward.clip import ClipTowers
 from gpu.forward.selfcheck import compare

@@ -17,7 +17,7 @@ from torch import nn
 from gpu.faults import ModelLoadError
 from gpu.folder.decoders import is_reward
 from gpu.folder.nvembed import NVEMBED
-from gpu.folder.read import ModelSpec
+from gpu.folder.spec import ModelSpec
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
 from gpu.forward.wrappers import wrap

@@ -10,7 +10,7 @@ import pytest
 
 from gpu.batch import pack, scatter
 from gpu.executor import ModelExecutor
-from gpu.folder.read import ModelLoadError
+from gpu.faults import ModelLoadError
 from gpu.load import make_runner_factory
 from schemas.requests import ClassifyRequest, EmbedRequest, Text, TokenIds
 from tests.support.models import edit_json, write_model

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.answer.sparse import LOGIT_ELEMENTS_CPU, Lexical, Splade
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
+from gpu.faults import ModelLoadError
+from gpu.folder.hub import resolve_folder
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
-from gpu.folder.read import ModelLoadError, load_spec, resolve_folder
+from gpu.folder.read import load_spec
 from gpu.load import make_runner_factory
 from gpu.pooler import segments_of
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, Unsupported

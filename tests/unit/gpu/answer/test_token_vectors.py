@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
-from gpu.folder.read import ModelLoadError, load_spec
+from gpu.faults import ModelLoadError
+from gpu.folder.read import load_spec
 from gpu.load import make_runner_factory
 from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds

@@ -11,8 +11,9 @@ import pytest
 from gpu.batch import EncodedItem, EncodedRequest
 from gpu.encode.load import load_encoder
 from gpu.encode.pairs import PairAssembler
+from gpu.faults import ModelLoadError
 from gpu.folder.prompts import PairPrompt, pair_prompt
-from gpu.folder.read import ModelLoadError, load_spec
+from gpu.folder.read import load_spec
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import Document, RerankRequest
 from tests.support.models_decoders import as_cross_encoder, chat_tokenizer, write_causal

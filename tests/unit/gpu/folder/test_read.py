@@ -11,7 +11,8 @@ import pytest
 
 from gpu.faults import ModelLoadError
 from gpu.folder.families import FAMILIES
-from gpu.folder.read import load_spec, resolve_folder
+from gpu.folder.hub import resolve_folder
+from gpu.folder.read import load_spec
 from gpu.load import make_runner_factory
 from tests.support.models import FAMILY_NAMES, HIDDEN, edit_json, write_model
 from tests.support.models_encoders import ENCODER_NAMES

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpu.faults import ModelLoadError
 from gpu.folder.decoders import length_dependent, rope_limit
-from gpu.folder.read import ModelLoadError, load_spec
+from gpu.folder.read import load_spec
 from gpu.forward.rope import RopePaddedForward, rope_groups
 from gpu.load import make_runner_factory
 from schemas.requests import EmbedRequest, TokenIds

@@ -15,7 +15,7 @@ from gpu.attention import LayerKind, PackLayout, SdpaBackend
 from gpu.batch import EncodedItem, ItemOptions, ItemResult, pack
 from gpu.device import linears
 from gpu.device.linears import PackedLinear, prepack
-from gpu.folder.read import ModelLoadError
+from gpu.faults import ModelLoadError
 from gpu.forward import speed
 from gpu.load import make_runner_factory
 from tests.support.models import write_model

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpu.batch import EncodedItem, ItemOptions, pack, scatter
-from gpu.folder.read import ModelLoadError, load_spec
+from gpu.faults import ModelLoadError
+from gpu.folder.read import load_spec
 from gpu.forward.static import CHUNK_TOKENS
 from gpu.load import make_runner_factory
 from schemas.errors import (

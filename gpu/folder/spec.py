@@ -1,0 +1,103 @@
+"""What a model folder says, as one record; and what the settings may say instead.
+
+Who calls it: the readers in this package make a `ModelSpec`, everything behind them reads it.
+What must stay true: plain values without torch; paths are local, nothing is read from them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu.batch import Pooling
+from gpu.folder.families import Family
+from gpu.folder.fingerprint import weight_files
+from gpu.folder.modules import DenseSpec
+from gpu.folder.outputs import OUTPUTS, SparseSpec, SpladeSpec, TokenVectorSpec
+from gpu.folder.prompts import LabelHead, PairPrompt
+from schemas.requests import Output, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What an operator says about a model instead of its folder; None: as the folder says.
+
+    prompts are added to the folder's. causal: whether a decoder attends to earlier tokens only.
+    rerank_template, label_tokens: see `gpu.folder.rerankers`.
+    """
+
+    pooling: str | None = None
+    max_tokens: int | None = None
+    matryoshka_dimensions: tuple[int, ...] | None = None
+    prompts: Mapping[str, str] | None = None
+    default_prompt_name: str | None = None
+    rerank_template: str | None = None
+    label_tokens: tuple[str, ...] | None = None
+    causal: bool | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a folder says. Paths are local; sizes in tokens or in elements.
+
+    folder: the model folder; transformer: where config.json and the weights are (may be the same).
+    head: the model has a `*ForSequenceClassification` head.
+    score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
+    allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
+    dimensions, pooling: of the dense vector; None: the model has none. sparse, multivector: the other
+    outputs, computed from the same forward.
+    """
+
+    folder: Path
+    transformer: Path
+    architecture: str
+    model_type: str
+    family: Family
+    config: Mapping[str, Any]
+    tasks: frozenset[Task]
+    head: bool
+    max_tokens: int
+    position_offset: int
+    fingerprint: str
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    include_prompt: bool = True
+    dense: tuple[DenseSpec, ...] = ()
+    normalize: bool = False
+    allowed_dimensions: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
+    score_activation: str = "identity"
+    label_activation: str = "identity"
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    pairs: PairPrompt | None = None
+    label_head: LabelHead | None = None
+    causal: bool | None = None
+    notes: tuple[str, ...] = ()
+    sparse: SparseSpec | None = None
+    multivector: TokenVectorSpec | None = None
+
+    @property
+    def has_mlm_head(self) -> bool:
+        """The model is a `*ForMaskedLM` whose logits are read (SPLADE)."""
+        return isinstance(self.sparse, SpladeSpec)
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What it can give for one text, in the order in which one of them is the default."""
+        there = (self.dimensions, self.sparse, self.multivector)
+        return tuple(o for o, value in zip(OUTPUTS, there, strict=True) if value is not None)
+
+    @property
+    def skipped_pad(self) -> int | None:
+        """See `gpu.pooler.segments_of`."""
+        last = self.head and self.family.head == "score_on_last"
+        return self.config.get("pad_token_id") if last else None
+
+    @property
+    def weights(self) -> list[Path]:
+        """Weight files of the transformer, safetensors first."""
+        return weight_files(self.transformer)
