@@ -6,6 +6,8 @@ What must stay true: no torch at import; `MemoryError` is the only error that as
 
 from __future__ import annotations
 
+from schemas.errors import NonFinite
+
 
 class ModelLoadError(Exception):
     """A model cannot be served. One line for the operator, naming what to change."""
@@ -50,3 +52,8 @@ def as_runner_error(error: Exception) -> Exception:
     if type(error).__name__ == "AcceleratorError" or any(mark in text for mark in _LOST):
         return DeviceFault(text.split("\n")[0][:300])
     return error
+
+
+def non_finite() -> NonFinite:
+    """The error of an item for which the model gave NaN or infinity."""
+    return NonFinite("the model gave NaN or infinity for this item")

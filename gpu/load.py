@@ -40,9 +40,11 @@ class RunnerFactory:
 
     def thread_init(self) -> None:
         """Run once by every executor thread before its first job."""
-        from gpu.model_runner import init_executor_thread
+        import torch
 
-        init_executor_thread()
+        # Threads share the cores, and two that spin inside one OpenMP region collapse as soon as
+        # anything else wants a core.
+        torch.set_num_threads(1)
 
     def __call__(self) -> Runner:
         """The runner. Raises `ModelLoadError`. One load at a time in a process."""
@@ -78,57 +80,44 @@ class RunnerFactory:
         self._enter("reading folder")
         spec = self.spec()
         self._enter("importing")
-        not_text = spec.model_type in STATIC_TYPES or spec.model_type in VISION_FAMILIES
-        if not_text and self.settings.cuda_graphs != "off":
-            raise ModelLoadError(
-                f"model {self.name}: cuda_graphs is for text models with a transformer; set it to off"
-            )
         if spec.model_type in STATIC_TYPES:
-            return self._static(spec)
-        if spec.model_type in VISION_FAMILIES:
-            return self._vision(spec)
+            runner = self._static(spec)
+        elif spec.model_type in VISION_FAMILIES:
+            runner = self._vision(spec)
+        else:
+            runner = self._text(spec)
+        self._enter("ready")
+        return runner
+
+    def _text(self, spec: ModelSpec) -> Runner:
         from gpu.encode.load import load_encoder
         from gpu.model_runner import ModelRunner
 
+        settings = self.settings
         self._enter("loading tokenizer")
         encoder = load_encoder(
             spec,
-            empty_input=self.settings.empty_input,
-            trust_remote_code=self.settings.trust_remote_code,
+            empty_input=settings.empty_input,
+            trust_remote_code=settings.trust_remote_code,
         )
-        runner = ModelRunner(
+        return ModelRunner(
             encoder.spec,  # with what only the tokenizer could tell: label ids, the pair prompt
-            self.settings,
+            settings,
             encoder,
             name=self.name,
             prepack=self.prepack,
             on_phase=self._enter,
         )
-        self._enter("ready")
-        return runner
 
     def _static(self, spec: ModelSpec) -> Runner:
         """A table of token vectors instead of a transformer."""
         from gpu.forward.static import StaticRunner, load_static_encoder
 
-        if self.settings.speed != "off":
-            raise ModelLoadError(
-                f"model {self.name}: speed = {self.settings.speed!r}; a static model has nothing to speed up"
-            )
+        self._refuse_text_only()
         self._enter("loading tokenizer")
         encoder = load_static_encoder(spec, empty_input=self.settings.empty_input)
         self._enter("loading weights")
-        budget = self.settings.max_batch_tokens
-        runner = StaticRunner(
-            spec,
-            encoder,
-            name=self.name,
-            device=self.settings.device,
-            dtype=self.settings.dtype,
-            max_batch_tokens=None if budget == "auto" else budget,
-        )
-        self._enter("ready")
-        return runner
+        return StaticRunner(spec, self.settings, encoder, name=self.name)
 
     def _vision(self, spec: ModelSpec) -> Runner:
         """A model that takes images."""
@@ -136,23 +125,22 @@ class RunnerFactory:
         from gpu.encode.vision import load_vision_encoder
         from gpu.forward.vision import VisionRunner
 
-        if self.settings.speed != "off":
-            raise ModelLoadError(
-                f"model {self.name}: speed = {self.settings.speed!r} is for text models; set it to off"
-            )
+        settings = self.settings
+        self._refuse_text_only()
         self._enter("loading tokenizer")
-        limits = ImageLimits(self.settings.max_image_bytes, self.settings.max_image_pixels)
-        encoder = load_vision_encoder(spec, limits=limits, empty_input=self.settings.empty_input)
-        runner = VisionRunner(
-            spec,
-            self.settings,
-            encoder,
-            name=self.name,
-            prepack=self.prepack,
-            on_phase=self._enter,
+        limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+        encoder = load_vision_encoder(spec, limits=limits, empty_input=settings.empty_input)
+        return VisionRunner(
+            spec, settings, encoder, name=self.name, prepack=self.prepack, on_phase=self._enter
         )
-        self._enter("ready")
-        return runner
+
+    def _refuse_text_only(self) -> None:
+        for name in ("speed", "cuda_graphs"):
+            if (value := getattr(self.settings, name)) != "off":
+                raise ModelLoadError(
+                    f"model {self.name}: {name} = {value!r} is for text models with a transformer; "
+                    "set it to off"
+                )
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -20,7 +20,7 @@ from gpu.batch import PackedBatch, Pooling
 from gpu.device.linears import prepack_one
 from gpu.device.staging import row_numbers
 from gpu.faults import ModelLoadError
-from gpu.folder.fingerprint import weight_files
+from gpu.folder.fingerprint import refused_pickle, weight_files
 from gpu.folder.modules import DenseSpec
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
@@ -202,11 +202,3 @@ def read_weights(folder: Path, *, allow_pickle: bool) -> dict[str, torch.Tensor]
         else:
             raise ModelLoadError(refused_pickle(path))
     return state
-
-
-def refused_pickle(path: Path) -> str:
-    """The message for weights that are pickled."""
-    return (
-        f"{path} is pickled and may run code when it is read; convert it to safetensors, "
-        "or set `allow_pickle = true` for this model"
-    )

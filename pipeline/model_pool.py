@@ -73,7 +73,7 @@ def executor_workers(settings: Settings) -> int:
 def _device_kind(name: str, model: ModelSettings) -> str:
     if model.device == "cpu":
         return "cpu"
-    from gpu.forward.weights import pick_device  # brings torch: not before somebody loads a model
+    from gpu.device.pick import pick_device  # brings torch: not before somebody loads a model
 
     try:
         return pick_device(model.device).type

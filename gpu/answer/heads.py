@@ -16,9 +16,9 @@ from torch import nn
 
 from gpu.batch import ItemOutcome, ItemResult, PackedBatch
 from gpu.device.staging import CopyOut
+from gpu.faults import non_finite
 from gpu.folder.families import Family
 from gpu.pooler import Segments, first_rows, last_rows, mean_rows
-from schemas.errors import NonFinite
 
 HeadFn = Callable[[torch.Tensor, Segments], torch.Tensor]
 """hidden [total_tokens, hidden_size], segments -> logits [n_items, n_labels]."""
@@ -111,7 +111,7 @@ def scored(
     outcomes: list[ItemOutcome] = []
     for row, item in enumerate(batch.items):
         if not finite[row]:
-            outcomes.append(NonFinite("the model gave NaN or infinity for this item"))
+            outcomes.append(non_finite())
             continue
         options = item.options
         name = "identity"

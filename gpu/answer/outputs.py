@@ -7,22 +7,22 @@ row of which one output is not finite fails alone and names no value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from gpu.answer.chunks import spans_of
 from gpu.answer.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.answer.token_vectors import TokenVectors
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
 from gpu.device.staging import CopyOut, Ticket
-from gpu.encode.long_texts import spans_of
+from gpu.faults import non_finite
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.spec import ModelSpec
 from gpu.pooler import DenseStack, Segments, finish, pool
-from schemas.errors import NonFinite
 from schemas.requests import Output
 
 _Value = TypeVar("_Value")
@@ -88,7 +88,7 @@ class Outputs(nn.Module):
                 continue
             parts = [found[row] for found in (dense, sparse, vectors) if row in found]
             if any(part is None for part in parts):
-                outcomes.append(_non_finite())
+                outcomes.append(non_finite())
                 continue
             outcomes.append(
                 ItemResult(
@@ -108,20 +108,7 @@ class Outputs(nn.Module):
         )
         own = segments if len(rows) == batch.n_items else segments.of(rows)
         vectors = self.dense(pool(hidden, own, self._spec.pooling))
-        sizes = [self._size(batch, row, vectors.shape[1]) for row in rows]
-        units = [self._unit(batch, row) for row in rows]
-        groups = [(group, copies.add(part)) for group, part in finish(vectors, sizes, units)]
-
-        def arrived() -> dict[int, Float32 | None]:
-            found: dict[int, Float32 | None] = {}
-            for group, ticket in groups:
-                values = ticket()
-                finite = np.asarray(np.isfinite(values).all(axis=1))
-                for i, value, good in zip(group, values, finite, strict=True):
-                    found[rows[i]] = value if good else None
-            return found
-
-        return arrived
+        return dense_rows(batch, rows, vectors, self._spec.normalize, copies)
 
     def _late_chunks(
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
@@ -138,8 +125,9 @@ class Outputs(nn.Module):
             ends = tuple(start + b for _, b in spans)
             pooled = pool(hidden, Segments(starts, ends, (0,) * len(spans)), "mean")
             vectors = self.dense(pooled)
-            size, unit = self._size(batch, row, vectors.shape[1]), self._unit(batch, row)
-            ((_, part),) = finish(vectors, [size] * len(spans), [unit] * len(spans))
+            ((_, part),) = finish(
+                vectors, *self._asked(batch, [row] * len(spans), vectors.shape[1])
+            )
             chunked.append((row, tuple(spans), copies.add(part)))
 
         def arrived() -> dict[int, ItemOutcome]:
@@ -149,7 +137,7 @@ class Outputs(nn.Module):
                 found[row] = (
                     ItemResult(multivector=values, spans=spans)
                     if bool(np.isfinite(values).all())
-                    else _non_finite()
+                    else non_finite()
                 )
             return found
 
@@ -178,25 +166,49 @@ class Outputs(nn.Module):
             hidden,
             batch,
             rows,
-            [self._size(batch, row, native) for row in rows],
-            [self._unit(batch, row) for row in rows],
+            *self._asked(batch, rows, native),
             copies,
         )
         return lambda: dict(zip(rows, arrived(), strict=True))
 
-    @staticmethod
-    def _size(batch: PackedBatch, row: int, native: int) -> int | None:
-        asked = batch.items[row].options.dimensions
-        return None if asked == native else asked
+    def _asked(
+        self, batch: PackedBatch, rows: Sequence[int], native: int
+    ) -> tuple[list[int | None], list[bool]]:
+        return _sizes_and_units(batch, rows, native, self._spec.normalize)
 
-    def _unit(self, batch: PackedBatch, row: int) -> bool:
-        asked = batch.items[row].options.normalize
-        return self._spec.normalize if asked is None else asked
+
+def dense_rows(
+    batch: PackedBatch,
+    rows: Sequence[int],
+    vectors: torch.Tensor,
+    normalize: bool,
+    copies: CopyOut,
+) -> Arriving[Float32 | None]:
+    """vectors: [len(rows), dimensions] float32 -> cut and normalised as each row asks; None: it was not
+    finite. normalize: the model's own default."""
+    asked = _sizes_and_units(batch, rows, vectors.shape[1], normalize)
+    groups = [(group, copies.add(part)) for group, part in finish(vectors, *asked)]
+
+    def arrived() -> dict[int, Float32 | None]:
+        found: dict[int, Float32 | None] = {}
+        for group, ticket in groups:
+            values = ticket()
+            finite = np.asarray(np.isfinite(values).all(axis=1))
+            for i, value, good in zip(group, values, finite, strict=True):
+                found[rows[i]] = value if good else None
+        return found
+
+    return arrived
+
+
+def _sizes_and_units(
+    batch: PackedBatch, rows: Sequence[int], native: int, normalize: bool
+) -> tuple[list[int | None], list[bool]]:
+    """What each row asks for: where to cut (None: nowhere), and whether to normalise."""
+    options = [batch.items[row].options for row in rows]
+    sizes = [None if o.dimensions == native else o.dimensions for o in options]
+    return sizes, [normalize if o.normalize is None else o.normalize for o in options]
 
 
 def _asking(batch: PackedBatch, output: Output) -> list[int]:
     return [row for row, item in enumerate(batch.items) if output in item.options.outputs]
-
-
-def _non_finite() -> NonFinite:
-    return NonFinite("the model gave NaN or infinity for this item")

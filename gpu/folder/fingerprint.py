@@ -31,6 +31,14 @@ def weight_files(folder: Path) -> list[Path]:
     return safe or sorted(folder.glob("pytorch_model*.bin"))
 
 
+def refused_pickle(path: Path) -> str:
+    """The message for weights that are pickled."""
+    return (
+        f"{path} is pickled and may run code when it is read; convert it to safetensors, "
+        "or set `allow_pickle = true` for this model"
+    )
+
+
 def file_sha256(path: Path) -> str:
     """Hex digest of a file; remembered in this process while size and time stay the same."""
     stat = path.stat()

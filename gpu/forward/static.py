@@ -1,9 +1,7 @@
 """A static model: the mean of a text's token vectors. The contract of a runner without a transformer.
 
 Who calls it: `gpu.load` for a Model2Vec or StaticEmbedding folder; the executor's threads.
-What must stay true: as in `gpu.model_runner`: a bad row costs that row alone, ids are checked before
-they index anything, a forward keeps no state, an item's bytes depend on its own ids alone. The
-formula is model2vec's `StaticModel` (rows, times weights where there are some, averaged, normalised).
+What must stay true: as in `gpu.runner`; an item's bytes depend on its own ids alone. The formula is model2vec's `StaticModel` (rows, times weights where there are some, averaged, normalised).
 """
 
 from __future__ import annotations
@@ -13,30 +11,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from gpu.batch import (
-    EncodedItem,
-    Encoder,
-    Float32,
-    Int32,
-    ItemOutcome,
-    ItemResult,
-    ModelInfo,
-    PackedBatch,
-)
+from gpu.batch import EncodedItem, Float32, Int32, ItemOutcome, ItemResult, PackedBatch
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder
-from gpu.faults import ModelLoadError
+from gpu.faults import ModelLoadError, non_finite
 from gpu.folder.spec import ModelSpec
 from gpu.folder.static import MODEL2VEC
 from gpu.pooler import NORM_EPS
-from schemas.errors import (
-    EmbedstreamError,
-    EmptyInput,
-    InvalidRequest,
-    NonFinite,
-    TooLong,
-    Unsupported,
-)
+from gpu.runner import BaseRunner
+from gpu.settings import ModelSettings
+from schemas.errors import EmbedstreamError
 
 BATCH_TOKENS = 16384  # a pack costs memory only for one item at a time
 CHUNK_TOKENS = 4096  # rows gathered at once, so that one huge item stays small
@@ -84,87 +69,43 @@ def _unknown_id(tokenizer: Any) -> int | None:
     return model.get("unk_id")
 
 
-class StaticRunner:
+class StaticRunner(BaseRunner):
     """Implements `gpu.batch.Runner`. Always on the CPU, in fp32; safe from several threads at once.
 
     Raises `ModelLoadError` when the tensors do not fit each other or the tokenizer.
     """
 
+    weights = ("_table", "_weights", "_mapping")
+
     def __init__(
-        self,
-        spec: ModelSpec,
-        encoder: StaticEncoder,
-        *,
-        name: str,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_batch_tokens: int | None = None,
+        self, spec: ModelSpec, settings: ModelSettings, encoder: StaticEncoder, *, name: str
     ) -> None:
-        if device not in ("auto", "cpu"):
+        if settings.device not in ("auto", "cpu"):
             raise ModelLoadError(
-                f"model {name}: device = {device!r}; a static model runs on the CPU"
+                f"model {name}: device = {settings.device!r}; a static model runs on the CPU"
             )
-        if dtype not in ("auto", "float32"):
+        if settings.dtype not in ("auto", "float32"):
             raise ModelLoadError(
-                f"model {name}: dtype = {dtype!r}; a static model computes in float32"
+                f"model {name}: dtype = {settings.dtype!r}; a static model computes in float32"
             )
-        self.spec = spec
-        self.encoder: Encoder = encoder
+        device, dtype = torch.device("cpu"), torch.float32
+        super().__init__(spec, settings, encoder, name=name, device=device, dtype=dtype)
         self._table, self._weights, self._mapping = _load(spec)
-        rows = self._table if self._mapping is None else self._mapping
-        self._vocab_size = len(rows)
-        self.info = ModelInfo(
-            name=name,
-            fingerprint=spec.fingerprint,
-            architecture=spec.architecture,
-            dtype="float32",
-            device="cpu",
-            tasks=spec.tasks,
-            max_tokens=spec.max_tokens,
-            max_batch_tokens=max_batch_tokens or BATCH_TOKENS,
-            dimensions=spec.dimensions,
-            allowed_dimensions=spec.allowed_dimensions,
-            pooling="mean",
-            normalized=spec.normalize,
-            prompts=tuple(sorted(spec.prompts)),
-            default_prompt_name=spec.default_prompt_name,
-            attention="none",
-            linears="none",
-            notes=spec.notes,
-        )
+        self.info = self._describe(attention="none", linears="none")
 
-    def close(self) -> None:
-        """Drop the table. The runner is of no use afterwards."""
-        del self._table, self._weights, self._mapping
+    def _auto_budget(self) -> int:
+        return BATCH_TOKENS
 
-    def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
-        """See `gpu.batch.Runner`."""
+    def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
         return [self._outcome(item) for item in batch.items]
 
     def _outcome(self, item: EncodedItem) -> ItemOutcome:
-        options, ids = item.options, item.input_ids
-        if options.task not in self.spec.tasks or options.outputs != ("dense",):
-            return Unsupported("this model gives one dense vector and nothing else")
-        if item.n_tokens == 0:
-            return EmptyInput("the item holds no token to embed")
-        if item.n_tokens > self.spec.max_tokens:
-            return TooLong(
-                "the item has more tokens than the model takes",
-                given=item.n_tokens,
-                limit=self.spec.max_tokens,
-            )
-        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
-            return InvalidRequest(
-                f"a token id is outside the model's vocabulary of {self._vocab_size}",
-                limit=self._vocab_size - 1,
-            )
-        vector = self._mean(ids)[: options.dimensions]
+        options = item.options
+        vector = self._mean(item.input_ids)[: options.dimensions]
         if self.spec.normalize if options.normalize is None else options.normalize:
             vector = vector / max(float(np.linalg.norm(vector)), NORM_EPS)
         dense = vector.astype(np.float32)
-        if not np.isfinite(dense).all():
-            return NonFinite("the model gave NaN or infinity for this item")
-        return ItemResult(dense=dense)
+        return ItemResult(dense=dense) if np.isfinite(dense).all() else non_finite()
 
     def _mean(self, ids: Int32) -> npt.NDArray[np.float64]:
         total = np.zeros(self._table.shape[1], dtype=np.float64)
@@ -181,7 +122,6 @@ def _load(
     spec: ModelSpec,
 ) -> tuple[npt.NDArray[Any], Float32 | None, npt.NDArray[np.int64] | None]:
     """(table [rows, dimensions] in its own dtype, weights [vocabulary], mapping [vocabulary])."""
-    import torch
     from safetensors.torch import load_file
 
     path = spec.weights[0]

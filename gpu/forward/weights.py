@@ -16,16 +16,12 @@ from torch import nn
 
 from gpu.faults import ModelLoadError
 from gpu.folder.decoders import is_reward
+from gpu.folder.fingerprint import refused_pickle
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.spec import ModelSpec
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
 from gpu.forward.wrappers import wrap
-from gpu.pooler import refused_pickle
-
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
 
 # Buffers that older transformers saved and newer ones compute.
 _HARMLESS_UNEXPECTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq|token_type_ids)$")
@@ -46,33 +42,6 @@ class LoadedModel:
     base: nn.Module
     config: Any
     notes: tuple[str, ...] = ()
-
-
-def pick_device(device: str) -> torch.device:
-    """ "auto" is CUDA when there is one. Raises `ModelLoadError` for a device that is not there."""
-    cuda = torch.cuda.is_available()
-    if device == "auto":
-        return torch.device("cuda:0" if cuda else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ModelLoadError(
-            f"device = {device!r} is no device name; use auto, cpu, cuda:0"
-        ) from error
-    if chosen.type == "cuda" and (not cuda or (chosen.index or 0) >= torch.cuda.device_count()):
-        raise ModelLoadError(f"device = {device!r}: no such CUDA device here")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"device = {device!r}: only cpu and cuda are supported")
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """ "auto" is float32 on the CPU and bfloat16 on CUDA."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ModelLoadError(f"dtype = {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def load_model(

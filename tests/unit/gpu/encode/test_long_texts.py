@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.answer.chunks import spans_of
 from gpu.batch import EncodedItem, EncodedRequest, ItemOptions, ItemResult, pack, scatter
-from gpu.encode.long_texts import CHUNKS, MAX_CHUNKS, max_chunks, spans_of
+from gpu.encode.long_texts import CHUNKS, MAX_CHUNKS, max_chunks
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
 from schemas.requests import EmbedRequest, Text, TokenIds
 

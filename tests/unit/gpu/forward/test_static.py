@@ -179,7 +179,7 @@ def test_prompts_are_put_before_texts(tmp_path: Path) -> None:
         ({"device": "cuda:0"}, "runs on the CPU"),
         ({"dtype": "bfloat16"}, "computes in float32"),
         ({"pooling": "cls"}, "a mean of vectors"),
-        ({"speed": "bf16"}, "nothing to speed up"),
+        ({"speed": "bf16"}, "for text models"),
         ({"matryoshka_dimensions": (17,)}, "outside 1 to 16"),
     ],
 )
