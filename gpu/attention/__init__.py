@@ -1,6 +1,6 @@
 """Attention over packs: which backends there are, and the seam to transformers.
 
-Who calls it: the runner, through `register`, `packed_context`, `padded_context`, `backends_for`.
+Who calls it: the runners, through `register`, `packed_context`, `backends_for`.
 What must stay true: this package imports neither FlashInfer nor `torch.nn.attention.varlen` before a
 CUDA device is asked for.
 """
@@ -22,10 +22,8 @@ from gpu.attention.flashinfer import FlashInferBackend
 from gpu.attention.interface import (
     NAME,
     PackedContext,
-    PaddedContext,
     current_context,
     packed_context,
-    padded_context,
     register,
 )
 from gpu.attention.sdpa import SdpaBackend
@@ -33,8 +31,8 @@ from gpu.attention.varlen import VarlenBackend
 
 __all__ = [
     "NAME", "AttentionBackend", "AttentionError", "FlashInferBackend", "LayerKind", "MultiItem",
-    "NoBackend", "PackLayout", "PackedContext", "PaddedContext", "SdpaBackend", "VarlenBackend",
-    "backends_for", "choose", "current_context", "packed_context", "padded_context", "register",
+    "NoBackend", "PackLayout", "PackedContext", "SdpaBackend", "VarlenBackend",
+    "backends_for", "choose", "current_context", "packed_context", "register",
 ]  # fmt: skip
 
 NAMES = ("flashinfer", "varlen", "sdpa")

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gpu.attention import AttentionBackend, LayerKind, PackedContext, PackLayout, packed_context
+from gpu.attention import LayerKind, PackedContext, PackLayout, packed_context
 from gpu.attention.interface import entered
 from gpu.batch import Int32, PackedBatch
 from gpu.device.staging import upload
@@ -161,27 +161,6 @@ class _NoLayout:
         raise GraphRefused(f"the model's own code reads the pack ({name})")
 
 
-class _Warm(PackedContext):
-    """Ordinary attention that makes the buffers, outside of any recording."""
-
-    def __init__(
-        self, layout: PackLayout, backends: Sequence[AttentionBackend], buffers: _Buffers
-    ) -> None:
-        super().__init__(layout, backends)
-        self._buffers = buffers
-
-    def attend(
-        self,
-        kind: LayerKind,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self._buffers.of(kind, q.dtype, 0)
-        return super().attend(kind, q, k, v, bias)
-
-
 class _Recording(PackedContext):
     """Attention while recording: q, k, v into the buffers, and a cut where attention will run."""
 
@@ -291,9 +270,11 @@ def _record(
     given = dict(zip(names, rows, strict=True))
 
     def warm() -> torch.Tensor:
-        layout = PackLayout.of(batch, packed.device)
-        with entered(_Warm(layout, packed.backends, buffers)):
-            return packed.compute(given)
+        with packed_context(batch, packed.device, packed.backends) as context:
+            out = packed.compute(given)
+        for kind, dtype in context.plans:
+            buffers.of(kind, dtype, 0)  # made here, outside of any recording
+        return out
 
     calls: list[_Call] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu.attention import LayerKind, PackedContext, current_context
+from gpu.attention import LayerKind, current_context
 from gpu.attention.interface import attention
 from gpu.folder.families import Family
 
@@ -25,11 +25,6 @@ def wrap(base: nn.Module, family: Family) -> None:
     """Apply the family's wrapper in place; nothing for families that need none."""
     if family.wrapper is not None:
         _WRAPPERS[family.wrapper](base)
-
-
-def _packed() -> PackedContext | None:
-    context = current_context()
-    return context if isinstance(context, PackedContext) else None
 
 
 def _t5(base: Any) -> None:
@@ -64,7 +59,7 @@ def _t5_feed_forward(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _short_bias(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def compute_bias(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        context = _packed()
+        context = current_context()
         if context is not None:
             query_length = key_length = context.layout.max_seqlen
         return original(query_length, key_length, *args, **kwargs)
@@ -80,7 +75,7 @@ def _mpnet(base: Any) -> None:
     def compute_position_bias(
         x: torch.Tensor, position_ids: torch.Tensor | None = None, num_buckets: int = 32
     ) -> torch.Tensor:
-        context = _packed()
+        context = current_context()
         if context is None:
             bias: torch.Tensor = original_bias(x, position_ids, num_buckets)
             return bias
@@ -103,7 +98,7 @@ def _mpnet_attention(module: Any) -> Callable[..., Any]:
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if _packed() is None:
+        if current_context() is None:
             return original(
                 hidden_states, attention_mask, position_bias, output_attentions, **kwargs
             )
@@ -123,7 +118,7 @@ def _rembert_attention(module: Any) -> Callable[..., Any]:
     original = module.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _packed() is None:
+        if current_context() is None:
             return original(hidden_states, *args, **kwargs)
         return _through_the_seam(module, "query", "key", "value", hidden_states, None), None
 
@@ -161,12 +156,12 @@ def _deberta(base: Any) -> None:
     original_mask, original_rel = encoder.get_attention_mask, encoder.get_rel_pos
 
     def get_attention_mask(attention_mask: torch.Tensor) -> Any:
-        return attention_mask if _packed() is not None else original_mask(attention_mask)
+        return attention_mask if current_context() is not None else original_mask(attention_mask)
 
     def get_rel_pos(
         hidden_states: torch.Tensor, query_states: Any = None, relative_pos: Any = None
     ) -> Any:
-        context = _packed()
+        context = current_context()
         if context is None:
             return original_rel(hidden_states, query_states, relative_pos)
         longest = hidden_states.new_empty(1, context.layout.max_seqlen, 0)
@@ -200,7 +195,7 @@ def _deberta_attention(module: Any) -> Callable[..., Any]:
         relative_pos: torch.Tensor | None = None,
         rel_embeddings: torch.Tensor | None = None,
     ) -> Any:
-        context = _packed()
+        context = current_context()
         if context is None:
             return original(
                 hidden_states,

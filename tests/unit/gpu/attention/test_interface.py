@@ -1,4 +1,4 @@
-"""The function that transformers calls, under tiny seeded models: packed == alone, padded == alone."""
+"""The function that transformers calls, under tiny seeded models: packed == alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from gpu.attention import (
     VarlenBackend,
     current_context,
     packed_context,
-    padded_context,
     register,
 )
 from gpu.attention.interface import attention
@@ -148,34 +147,10 @@ def test_order_does_not_matter(model: SimpleNamespace) -> None:
         assert float((states - model.alone[index]).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_equals_alone(model: SimpleNamespace, side: str) -> None:
-    """A05: the padded way through the same function; a row of padding is finite."""
-    longest = max(LENGTHS)
-    ids = torch.zeros(len(LENGTHS) + 1, longest, dtype=torch.long)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)  # the last item is padding altogether
-    for row, item in enumerate(model.items):
-        place = slice(0, len(item)) if side == "right" else slice(longest - len(item), None)
-        ids[row, place], mask[row, place] = item, True
-    extra = {}
-    if "position_ids" in tf_parameters(model.built):
-        offset = 2 if model.name == "XLMRoberta" else 0
-        extra["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + offset
-    with torch.inference_mode(), padded_context(mask) as context:
-        out = model.built(ids, attention_mask=mask, **extra, **model.fixed).last_hidden_state
-    assert context.calls == 2 and context.masks_seen == 0
-    assert bool(out.isfinite().all())
-    for row, want in enumerate(model.alone):
-        assert float((out[row][mask[row]] - want).abs().max()) <= TOLERANCE
-
-
-def test_without_a_context(model: SimpleNamespace) -> None:
-    """An unpadded batch needs no context: the function is then ordinary dense attention."""
-    with torch.inference_mode():
-        ids = torch.stack([model.items[3], model.items[4]])
-        out = model.built(ids, **model.fixed).last_hidden_state
-    for states, want in zip(out, model.alone[3:5], strict=True):
-        assert float((states - want).abs().max()) <= TOLERANCE
+def test_a_call_outside_of_a_pack_is_refused(model: SimpleNamespace) -> None:
+    """The function knows no batches: whoever forgot the pack must not get numbers."""
+    with torch.inference_mode(), pytest.raises(AttentionError, match="outside of a pack"):
+        model.built(torch.stack([model.items[3], model.items[4]]), **model.fixed)
 
 
 class TestBiasOfT5:
@@ -286,9 +261,6 @@ class TestContexts:
             attention(Module(False), *call(total=6))
         with packed_context([0, 6], "cpu"), pytest.raises(AttentionError, match="pack of 6 tokens"):
             attention(Module(False), *call(total=6, n=2))
-        mask = torch.ones(1, 4, dtype=torch.bool)
-        with padded_context(mask), pytest.raises(AttentionError, match="batch of 1 x 4"):
-            attention(Module(False), *call(total=6))
 
     def test_masks_are_counted(self) -> None:
         """A model that builds a mask relies on it: the self-check must see that."""
@@ -369,81 +341,3 @@ class TestContexts:
             with pytest.raises(AttentionError, match="causal model"):
                 attention(Module(False), *call())
         assert [layer.multi_item for layer in context.layer_kinds] == [True]
-
-
-class TestDense:
-    """A05: masks that block everything, in every precision, and the forms in which masks come."""
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("window", [None, 3])
-    @pytest.mark.parametrize("softcap", [None, 5.0])
-    @pytest.mark.parametrize("bias", [False, True])
-    def test_fully_padded_rows(
-        self,
-        dtype: torch.dtype,
-        causal: bool,
-        window: int | None,
-        softcap: float | None,
-        bias: bool,
-    ) -> None:
-        q, k, v = (100 * t.to(dtype) for t in call(n=3, total=9))
-        mask = torch.zeros(3, 9, dtype=torch.bool)
-        mask[0, :4], mask[1, 5:] = True, True
-        extra: dict[str, Any] = {"softcap": softcap}
-        if bias:
-            source = torch.Generator().manual_seed(5)
-            extra["position_bias"] = torch.randn(1, 4, 9, 9, generator=source).to(dtype) - 50
-        with padded_context(mask):
-            out, _ = attention(Module(causal), q, k, v, None, sliding_window=window, **extra)
-        assert bool(out.isfinite().all())
-        for row in (0, 1):
-            rows = [t[row].transpose(0, 1)[mask[row]] for t in (q, k, v)]
-            layer = kind(
-                causal=causal,
-                window_left=window and window - 1,
-                window_right=window and window - 1,
-                softcap=softcap,
-                bias=bias,
-            )
-            part = None
-            if bias:
-                place = mask[row].nonzero()[:, 0]
-                part = extra["position_bias"][:, :, place][..., place]
-            want = reference(layer, layout_of((len(rows[0]),), "cpu"), *rows, part)
-            # K52: of the largest value, since rounding grows with it.
-            bound = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
-            worst = float((out[row][mask[row]].double() - want).abs().max())
-            assert worst <= bound * float(want.abs().max())
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    @pytest.mark.parametrize("form", ["bool", "minus infinity", "padding", "float32 minimum"])
-    def test_forms_of_masks_without_a_context(self, form: str, dtype: torch.dtype) -> None:
-        q, k, v = (t.to(dtype) for t in call(n=2, total=5))
-        valid = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
-        wide = valid[:, None, None, :].expand(2, 1, 5, 5)
-        masks = {
-            "bool": wide,
-            "minus infinity": torch.zeros(2, 1, 5, 5).masked_fill(~wide, -torch.inf),
-            "float32 minimum": torch.zeros(2, 1, 5, 5).masked_fill(~wide, -3.4e38),
-            "padding": valid.long(),
-        }
-        out, _ = attention(Module(False), q, k, v, masks[form])
-        assert bool(out.isfinite().all())
-        rows = [t[0].transpose(0, 1)[:3] for t in (q, k, v)]
-        want = reference(kind(), layout_of((3,), "cpu"), *rows)
-        limit = 1e-5 if dtype is torch.float32 else 5e-3
-        assert float((out[0, :3].double() - want).abs().max()) <= limit
-
-    def test_no_padding_builds_no_mask(self) -> None:
-        with padded_context(torch.ones(2, 6, dtype=torch.bool)) as context:
-            attention(Module(True), *call(n=2))
-            attention(Module(False), *call(n=2), None, sliding_window=20)
-        assert set(context._masks.values()) == {None}
-
-    def test_cross_attention_outside_a_context(self) -> None:
-        q, k, v = call(total=6)
-        out, _ = attention(Module(False), q[:, :, :2], k, v)
-        assert out.shape == (1, 2, 4, 32)
-        with pytest.raises(AttentionError, match="two lengths"):
-            attention(Module(True), q[:, :, :2], k, v)
