@@ -50,7 +50,7 @@ def st(folder: Path) -> Any:
     return SentenceTransformer(str(folder), device="cpu")
 
 
-def test_a01_a14_b16_e5_mistral(tmp_path: Path) -> None:
+def test_e5_mistral_closes_texts_and_equals_transformers(tmp_path: Path) -> None:
     """A01, A14, B16: `<s> text </s>`, last token, instruction as a prompt; cut texts keep the end."""
     prompt = "Instruct: find the passage\nQuery: "
     folder = write_model(
@@ -106,7 +106,7 @@ def _grow_embeddings(folder: Path, size: int) -> None:
     edit_json(folder / "config.json", vocab_size=size)
 
 
-def test_a14_add_eos_token_is_obeyed(tmp_path: Path) -> None:
+def test_add_eos_token_is_obeyed(tmp_path: Path) -> None:
     """A14: a folder that closes texts through `add_eos_token` alone, which transformers 5 drops."""
     import json
 
@@ -126,7 +126,7 @@ def test_a14_add_eos_token_is_obeyed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_code", [False, True])
-def test_a11_gte_qwen2_is_bidirectional(tmp_path: Path, with_code: bool) -> None:
+def test_gte_qwen2_is_bidirectional(tmp_path: Path, with_code: bool) -> None:
     """A11: `is_causal` false in config.json; the folder's own copy of the class is not run."""
     folder = write_model(tmp_path / "m", "qwen2", pooling="lasttoken")
     causal = vectors(make_runner_factory("m", folder)(), TEXTS)
@@ -187,7 +187,7 @@ def test_a_causal_lm_with_a_module_list_is_an_embedding_model(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_a11_embedding_gemma(tmp_path: Path, bidirectional: bool) -> None:
+def test_embedding_gemma_equals_sentence_transformers(tmp_path: Path, bidirectional: bool) -> None:
     """A11: Gemma3 both ways across its window, two Dense modules, prompts by name; nothing is set."""
     folder = write_model(
         tmp_path / "m", "gemma3_text", pooling="mean", dense=12,
@@ -237,7 +237,7 @@ def test_scaled_rope_that_does_not_depend_on_length(
     close(vectors(runner, texts), st(folder).encode(texts))
 
 
-def test_a11_bidirectional_windows_follow_transformers(tmp_path: Path) -> None:
+def test_bidirectional_windows_follow_transformers(tmp_path: Path) -> None:
     """A11: Qwen2 both ways with a window: transformers' masks reach one token farther than its window
     argument says; the self-check sees it, and the model runs padded, as transformers computes it."""
     folder = write_model(
@@ -253,8 +253,8 @@ def test_a11_bidirectional_windows_follow_transformers(tmp_path: Path) -> None:
 # -- reward models and classifiers ------------------------------------------------------------
 
 
-def test_a16_a_reward_model_needs_its_code(tmp_path: Path) -> None:
-    """Two linears over the last token; refused by name without `trust_remote_code`."""
+def test_a_reward_model_needs_its_code(tmp_path: Path) -> None:
+    """A16: Two linears over the last token; refused by name without `trust_remote_code`."""
     folder = write_remote(tmp_path / "m", REWARD_CODE, "Qwen2ForRewardModel", module="modeling_rm")
     with pytest.raises(ModelLoadError, match=r"Qwen2ForRewardModel.*trust_remote_code"):
         make_runner_factory("m", folder)()
@@ -275,7 +275,7 @@ def test_a16_a_reward_model_needs_its_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma2"])
-def test_a16_a18_decoder_classifiers(tmp_path: Path, family: str, problem: str) -> None:
+def test_decoder_classifiers_equal_transformers(tmp_path: Path, family: str, problem: str) -> None:
     """A16, A18: labels by name, softmax or sigmoid as the config says, raw on request."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -298,7 +298,7 @@ def test_a16_a18_decoder_classifiers(tmp_path: Path, family: str, problem: str) 
         assert np.abs(got - want.numpy()).max() <= 1e-5
 
 
-def test_a16_large_logits_stay_probabilities(tmp_path: Path) -> None:
+def test_large_logits_stay_probabilities(tmp_path: Path) -> None:
     """A16, trap 6: logits of tens of thousands give finite probabilities that sum to one."""
     from safetensors.torch import load_file, save_file
 

@@ -64,7 +64,7 @@ def dense(runner: Any, items: list[Any]) -> np.ndarray:
     return np.stack([o.dense for o in scatter(batch, runner.forward(batch))])
 
 
-def test_a06_a07_j07_minilm_equals_sentence_transformers(minilm: Any, st: Any) -> None:
+def test_minilm_equals_sentence_transformers(minilm: Any, st: Any) -> None:
     """A06, A07, A10, J07: 160 mixed texts, some past 256 tokens: max abs 1e-5, cosine 1 - 1e-6."""
     texts = mixed_texts(160)
     items = encode(minilm, texts, truncate="right")
@@ -75,7 +75,7 @@ def test_a06_a07_j07_minilm_equals_sentence_transformers(minilm: Any, st: Any) -
     assert any(item.truncated for item in items) and minilm.info.max_tokens == 256
 
 
-def test_a01_a06_minilm_gives_the_same_bytes_in_any_batch(minilm: Any) -> None:
+def test_minilm_gives_the_same_bytes_in_any_batch(minilm: Any) -> None:
     """A01, A02, A06: alone, and in random packs of 1 to 30 neighbours: equal bit for bit."""
     items = encode(minilm, mixed_texts(60, seed=3), truncate="right")
     alone = [dense(minilm, [item])[0] for item in items]
@@ -92,7 +92,7 @@ def test_a01_a06_minilm_gives_the_same_bytes_in_any_batch(minilm: Any) -> None:
     assert compared == 180 and "depend" not in " ".join(minilm.info.notes)
 
 
-def test_a23_all_of_256_tokens_are_used(minilm: Any, st: Any) -> None:
+def test_all_of_256_tokens_are_used(minilm: Any, st: Any) -> None:
     """A23: the folder's tokenizer.json pads and cuts to 128; token 200 still counts."""
     words = ["the"] * 254
     other = [*words[:200], "volcano", *words[201:]]
@@ -104,14 +104,15 @@ def test_a23_all_of_256_tokens_are_used(minilm: Any, st: Any) -> None:
     assert np.abs(got - st.encode([" ".join(words), " ".join(other)])).max() <= 1e-5
 
 
-def test_b05_b06_exactly_the_limit_is_answered(minilm: Any) -> None:
+def test_exactly_the_limit_is_answered(minilm: Any) -> None:
+    """B05, B06."""
     items = encode(minilm, ["the " * n for n in (253, 254, 255)])
     assert [getattr(item, "n_tokens", None) for item in items] == [255, 256, None]
     assert isinstance(items[2], TooLong) and items[2].given == 257
     assert np.isfinite(dense(minilm, items[:2])).all()
 
 
-def test_a16_the_reranker_gives_the_published_logits(reranker: Any) -> None:
+def test_the_reranker_gives_the_published_logits(reranker: Any) -> None:
     """A16: 9.085 and -3.934 on the dequantised weights; sigmoid by default, order unchanged."""
     logits = _score(reranker, raw_scores=True)
     assert abs(logits[0] - 9.085) <= 1e-3 and abs(logits[1] + 3.934) <= 1e-3
@@ -129,7 +130,7 @@ def _score(runner: Any, **fields: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a19_a20_cut_pairs_score_as_transformers_does(
+def test_cut_pairs_score_as_transformers_does(
     reranker: Any, packaged_model: Folder, side: str
 ) -> None:
     """A19, A20: one document of 600 tokens among short ones, cut on either side; the reference is
@@ -161,7 +162,7 @@ def test_a19_a20_cut_pairs_score_as_transformers_does(
             assert abs(float(model(**inputs).logits[0, 0]) - score) <= 1e-4
 
 
-def test_a17_a_score_does_not_depend_on_its_neighbours(reranker: Any) -> None:
+def test_a_score_does_not_depend_on_its_neighbours(reranker: Any) -> None:
     """A17, A21: the same bytes alone and among others; as many distinct scores as distinct pairs."""
     documents = [f"{PASSAGES[i % 2]} {' '.join(WORDS[: i % 40])} {i}" for i in range(24)]
 

@@ -48,7 +48,7 @@ def fitting(texts: list[str], encoder: Any) -> list[str]:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a10_a11_every_family_equals_sentence_transformers(
+def test_every_family_equals_sentence_transformers(
     tmp_path: Path, family: str, pooling: str
 ) -> None:
     """A10, A11, A12: cosine, order and bytes of text to vector, through both tokenizers."""
@@ -59,7 +59,7 @@ def test_a10_a11_every_family_equals_sentence_transformers(
     close(vectors(runner, texts), reference(folder).encode(texts))
 
 
-def test_a10_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> None:
+def test_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> None:
     """A10, A13: Dense before Normalize; prompts by name; a prompt outside the mean."""
     for include in (True, False):
         folder = write_model(
@@ -71,14 +71,16 @@ def test_a10_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> No
         close(vectors(runner, TEXTS, prompt_name="query"), st.encode(TEXTS, prompt_name="query"))
 
 
-def test_a08_matryoshka_equals_truncate_dim(tmp_path: Path) -> None:
+def test_matryoshka_equals_truncate_dim(tmp_path: Path) -> None:
+    """A08."""
     folder = write_model(tmp_path / "m", "bert")
     runner = make_runner_factory("m", folder, matryoshka_dimensions=(8,))()
     want = reference(folder, truncate_dim=8).encode(TEXTS, normalize_embeddings=True)
     close(vectors(runner, TEXTS, dimensions=8), want)
 
 
-def test_b04_truncation_right_equals_sentence_transformers(tmp_path: Path) -> None:
+def test_truncation_right_equals_sentence_transformers(tmp_path: Path) -> None:
+    """B04."""
     folder = write_model(tmp_path / "m", "bert", max_seq_length=16)
     runner = make_runner_factory("m", folder)()
     long = [t * 5 for t in TEXTS]
@@ -86,7 +88,7 @@ def test_b04_truncation_right_equals_sentence_transformers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "electra", "mpnet", "modernbert"])
-def test_a16_a17_a19_scores_equal_cross_encoder(tmp_path: Path, family: str) -> None:
+def test_scores_equal_cross_encoder(tmp_path: Path, family: str) -> None:
     """A16, A17, A19: default activation of CrossEncoder, once; segment ids; order kept."""
     from sentence_transformers import CrossEncoder
 
@@ -110,7 +112,8 @@ def test_a16_a17_a19_scores_equal_cross_encoder(tmp_path: Path, family: str) -> 
         assert np.abs(got - want).max() <= 1e-5
 
 
-def test_a18_classify_equals_the_transformers_pipeline(tmp_path: Path) -> None:
+def test_classify_equals_the_transformers_pipeline(tmp_path: Path) -> None:
+    """A18."""
     from transformers import pipeline
 
     folder = write_model(tmp_path / "m", "distilbert", labels=3)

@@ -38,7 +38,7 @@ def splade(packaged_model: Folder) -> Any:
     return make_runner_factory("splade", packaged_model("splade-tiny"))()
 
 
-def test_a07_a10_j07_splade_equals_sparse_encoder(splade: Any, packaged_model: Folder) -> None:
+def test_splade_equals_sparse_encoder(splade: Any, packaged_model: Folder) -> None:
     """A07, A10, J07: 60 mixed texts: the same ids, weights within 1e-5."""
     from sentence_transformers import SparseEncoder
 
@@ -57,7 +57,7 @@ def test_a07_a10_j07_splade_equals_sparse_encoder(splade: Any, packaged_model: F
     assert worst <= 1e-5
 
 
-def test_a01_a06_splade_gives_the_same_bytes_in_any_batch(splade: Any) -> None:
+def test_splade_gives_the_same_bytes_in_any_batch(splade: Any) -> None:
     """A01, A06: alone, in packs of 12 and in reverse order: equal ids, equal bytes."""
     items = encode(splade, mixed_texts(36, seed=4))
     alone = forward(splade, items, at_once=1)
@@ -68,7 +68,7 @@ def test_a01_a06_splade_gives_the_same_bytes_in_any_batch(splade: Any) -> None:
             assert one.sparse[1].tobytes() == alone[i].sparse[1].tobytes()
 
 
-def test_a10_potion_equals_sentence_transformers(packaged_model: Folder) -> None:
+def test_potion_equals_sentence_transformers(packaged_model: Folder) -> None:
     """A10: the real table; on texts without unknown tokens both libraries' formulas agree."""
     from sentence_transformers import SentenceTransformer
 
@@ -85,7 +85,7 @@ def test_a10_potion_equals_sentence_transformers(packaged_model: Folder) -> None
 @pytest.mark.parametrize(
     ("name", "int8_cosine"), [("all-MiniLM-L6-v2", 0.9999), ("potion-base-8M", 0.9995)]
 )
-def test_d09_what_the_smaller_dtypes_cost(
+def test_what_the_smaller_dtypes_cost(
     packaged_model: Folder, name: str, int8_cosine: float
 ) -> None:
     """D09: the bounds that docs/outputs.md states, on real vectors: float16 within 1e-3 (measured

@@ -41,7 +41,7 @@ MLM = [name for name in FAMILY_NAMES if FAMILIES[name].mlm is not None]
     ("strategy", "activation"), [("max", "relu"), ("sum", "log1p_relu")], ids=["max", "sum"]
 )
 @pytest.mark.parametrize("family", MLM)
-def test_a10_splade_equals_sparse_encoder(
+def test_splade_equals_sparse_encoder(
     tmp_path: Path, family: str, strategy: str, activation: str
 ) -> None:
     """A10, J07: every family with a masked-LM head; the same ids, weights within 1e-5 of size."""
@@ -63,7 +63,7 @@ def test_mlm_families_are_those_that_tests_write() -> None:
 
 @pytest.mark.parametrize("style", ["st", "pylate"])
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_a10_colbert_equals_multi_vector_encoder(tmp_path: Path, family: str, style: str) -> None:
+def test_colbert_equals_multi_vector_encoder(tmp_path: Path, family: str, style: str) -> None:
     """A10, J07: documents with a skip list, and queries, in both published layouts."""
     from sentence_transformers import MultiVectorEncoder
 
@@ -82,7 +82,7 @@ def test_a10_colbert_equals_multi_vector_encoder(tmp_path: Path, family: str, st
 
 
 @pytest.mark.parametrize("modules", [True, False])
-def test_a10_m3_equals_the_published_formulas(tmp_path: Path, modules: bool) -> None:
+def test_m3_equals_the_published_formulas(tmp_path: Path, modules: bool) -> None:
     """A10, J07: FlagEmbedding's three formulas on transformers' own hidden states."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -143,7 +143,8 @@ def model2vec(folder: Path, text: str) -> np.ndarray:
      {"dtype": "float16"}, {"dtype": "int8"}],
     ids=["plain", "weights", "weights+mapping", "mapping", "float16", "int8"],
 )  # fmt: skip
-def test_a10_static_equals_model2vec(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_static_equals_model2vec(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A10."""
     folder = write_static(tmp_path / "m", **fields)
     runner = make_runner_factory("m", folder)()
     texts = ["hello world", "kafka unheard redis", "stream queue " * 30]
@@ -152,7 +153,8 @@ def test_a10_static_equals_model2vec(tmp_path: Path, fields: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a10_static_embedding_equals_sentence_transformers(tmp_path: Path, normalize: bool) -> None:
+def test_static_embedding_equals_sentence_transformers(tmp_path: Path, normalize: bool) -> None:
+    """A10."""
     from sentence_transformers import SentenceTransformer
 
     folder = write_static(tmp_path / "m", layout="st", normalize=normalize)

@@ -31,18 +31,20 @@ def corpus(measure: Callable[[Any], float], runner: Any) -> float:
         pytest.skip(f"corpus: {error}")
 
 
-def test_a10_lee_similarities_agree_with_people(minilm: Any) -> None:
+def test_lee_similarities_agree_with_people(minilm: Any) -> None:
     """A10, A12: Spearman >= 0.50 over 1,225 rated pairs; MiniLM's own library gives 0.508."""
     assert corpus(quality.lee, minilm) >= 0.50
 
 
 @pytest.mark.slow
-def test_a10_semanlink_tags_are_found(minilm: Any) -> None:
+def test_semanlink_tags_are_found(minilm: Any) -> None:
     """A10: nDCG@10 >= 0.455 for 313 titles and 432 tags; its own library gives 0.463."""
     assert corpus(quality.semanlink, minilm) >= 0.455
 
 
-def test_a10_lee_with_a_sparse_and_a_static_model(packaged_model: Callable[[str], Path]) -> None:
+def test_lee_similarities_hold_for_a_sparse_and_a_static_model(
+    packaged_model: Callable[[str], Path],
+) -> None:
     """A10: 0.477 and 0.512 with their own libraries."""
     for name, least in (("splade-tiny", 0.475), ("potion-base-8M", 0.51)):
         runner = make_runner_factory(name, packaged_model(name))()

@@ -69,7 +69,7 @@ def qwen3_card(
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_a15_qwen3_reranker_equals_its_model_card(tmp_path: Path, tie: bool) -> None:
+def test_qwen3_reranker_equals_its_model_card(tmp_path: Path, tie: bool) -> None:
     """A15: the prompt is put around the pair, the score is softmax([no, yes])[yes]."""
     folder = write_causal(tmp_path / "m", tie=tie)
     runner = make_runner_factory("m", folder, rerank_template="qwen3")()
@@ -84,7 +84,7 @@ def test_a15_qwen3_reranker_equals_its_model_card(tmp_path: Path, tie: bool) -> 
     assert np.abs(told - got).max() > 1e-4
 
 
-def test_a16_raw_is_the_difference_of_the_two_logits(tmp_path: Path) -> None:
+def test_raw_is_the_difference_of_the_two_logits(tmp_path: Path) -> None:
     """A16: raw scores are log-odds; the sigmoid of them is the score; the order is the same."""
     folder = write_causal(tmp_path / "m")
     runner = make_runner_factory("m", folder, rerank_template="qwen3")()
@@ -92,7 +92,7 @@ def test_a16_raw_is_the_difference_of_the_two_logits(tmp_path: Path) -> None:
     assert np.abs(1 / (1 + np.exp(-raw)) - scores(runner, DOCUMENTS)).max() <= 1e-6
 
 
-def test_a20_only_the_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> None:
+def test_only_the_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> None:
     """A20: a long document among short ones, cut as the card cuts it; the suffix is still there."""
     folder = write_causal(tmp_path / "m")
     runner = make_runner_factory("m", folder, rerank_template="qwen3", max_tokens=320)()
@@ -102,7 +102,7 @@ def test_a20_only_the_document_is_cut_and_the_prompt_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("with_false", [True, False])
-def test_a15_a_folder_that_declares_itself_equals_cross_encoder(
+def test_a_folder_that_declares_itself_equals_cross_encoder(
     tmp_path: Path, with_false: bool
 ) -> None:
     """A15, A17: LogitScore and the chat template come from the folder; no setting is needed."""
@@ -122,7 +122,7 @@ def test_a15_a_folder_that_declares_itself_equals_cross_encoder(
     assert np.abs(told - want).max() > 1e-4
 
 
-def test_a13_the_folders_default_prompt_is_the_instruction(tmp_path: Path) -> None:
+def test_the_folders_default_prompt_is_the_instruction(tmp_path: Path) -> None:
     """A13: `default_prompt_name` of a CrossEncoder folder is what its chat template gets as system."""
     from sentence_transformers import CrossEncoder
 
@@ -139,7 +139,7 @@ def test_a13_the_folders_default_prompt_is_the_instruction(tmp_path: Path) -> No
     assert told.tobytes() == scores(runner, plain).tobytes()
 
 
-def test_a15_a_converted_classifier_equals_cross_encoder(tmp_path: Path) -> None:
+def test_a_converted_classifier_equals_cross_encoder(tmp_path: Path) -> None:
     """A15: Qwen3ForSequenceClassification with the pair written by the folder's chat template."""
     from sentence_transformers import CrossEncoder
 
@@ -186,7 +186,7 @@ def test_bge_gemma_equals_its_model_card(tmp_path: Path, family: str) -> None:
         assert np.ptp(want) > 1e-3
 
 
-def test_a17_a_score_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+def test_a_score_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     """A17, A22: one document, tied documents, and the same again: the same bytes."""
     folder = write_causal(tmp_path / "m")
     runner = make_runner_factory("m", folder, rerank_template="qwen3")()
@@ -208,7 +208,7 @@ def test_pad_token_at_the_end_of_a_classifiers_text(tmp_path: Path) -> None:
     assert np.abs(scores(runner, DOCUMENTS[:4]) - want).max() <= 1e-5
 
 
-def test_a21_distinct_pairs_get_distinct_scores(tmp_path: Path) -> None:
+def test_distinct_pairs_get_distinct_scores(tmp_path: Path) -> None:
     """A21: 200 distinct pairs: no more ties than the fp32 model card code gives."""
     folder = write_causal(tmp_path / "m")
     runner = make_runner_factory("m", folder, rerank_template="qwen3", multi_item=True)()

@@ -61,7 +61,7 @@ def linked(folder: Path, out: Path, **config: Any) -> Path:
     return out
 
 
-def test_a01_last_token_vectors_equal_transformers(
+def test_last_token_vectors_equal_transformers(
     folder: Path, reference: Any, tmp_path: Path
 ) -> None:
     """A01, A22: last token of every text, in a crowd, alone, and twice: transformers' own numbers."""
@@ -94,7 +94,7 @@ def test_a01_last_token_vectors_equal_transformers(
 
 
 @pytest.mark.parametrize("multi_item", [False, True])
-def test_a15_yes_or_no_equals_transformers(folder: Path, reference: Any, multi_item: bool) -> None:
+def test_yes_or_no_equals_transformers(folder: Path, reference: Any, multi_item: bool) -> None:
     """A15: a chat prompt of the model's own around each pair; the right passage comes first."""
     import torch
 

@@ -59,7 +59,7 @@ def start() -> Iterator[Callable[..., ModelExecutor]]:
 Start = Callable[..., ModelExecutor]
 
 
-def test_c01_an_exception_fails_its_batch_and_the_next_one_works(start: Start) -> None:
+def test_an_exception_fails_its_batch_and_the_next_one_works(start: Start) -> None:
     """C01: the third batch raises; the fourth is answered, and health tells both."""
     calls = iter(range(1, 100))
 
@@ -82,7 +82,9 @@ def test_c01_an_exception_fails_its_batch_and_the_next_one_works(start: Start) -
     assert health.last_success_s is not None
 
 
-def test_c04_out_of_memory_passes_through_as_memory_error(start: Start) -> None:
+def test_out_of_memory_passes_through_as_memory_error(start: Start) -> None:
+    """C04."""
+
     def forward(b: PackedBatch) -> Any:
         raise DeviceMemoryError("CUDA out of memory")
 
@@ -92,7 +94,7 @@ def test_c04_out_of_memory_passes_through_as_memory_error(start: Start) -> None:
     assert executor.health().fatal is None
 
 
-def test_g04_a_lost_device_is_fatal_for_good(start: Start) -> None:
+def test_a_lost_device_is_fatal_for_good(start: Start) -> None:
     """G04, C11: the running, the waiting and every later batch end with Internal."""
     entered, go = threading.Event(), threading.Event()
 
@@ -115,7 +117,7 @@ def test_g04_a_lost_device_is_fatal_for_good(start: Start) -> None:
     assert not health.alive and "device-side assert" in str(health.fatal)
 
 
-def test_c11_a_thread_that_dies_fails_everybody_at_once(start: Start) -> None:
+def test_a_thread_that_dies_fails_everybody_at_once(start: Start) -> None:
     """C11, G04: SystemExit in a forward ends the thread; nothing waits for it."""
 
     def forward(b: PackedBatch) -> Any:
@@ -131,7 +133,9 @@ def test_c11_a_thread_that_dies_fails_everybody_at_once(start: Start) -> None:
     assert executor.health().fatal is not None and not executor.health().alive
 
 
-def test_c11_a_thread_that_cannot_start_fails_the_load() -> None:
+def test_a_thread_that_cannot_start_fails_the_load() -> None:
+    """C11."""
+
     def broken() -> None:
         raise RuntimeError("no such library")
 
@@ -141,7 +145,9 @@ def test_c11_a_thread_that_cannot_start_fails_the_load() -> None:
     assert executor.close(WAIT_S)
 
 
-def test_g07_a_failed_load_is_the_futures_and_a_phase(start: Start) -> None:
+def test_a_failed_load_is_the_futures_and_a_phase(start: Start) -> None:
+    """G07."""
+
     class Factory:
         phase = "reading weights"
 
@@ -163,7 +169,8 @@ def test_g07_a_failed_load_is_the_futures_and_a_phase(start: Start) -> None:
         executor.close(WAIT_S)
 
 
-def test_g07_the_phase_is_visible_while_a_model_loads() -> None:
+def test_the_phase_is_visible_while_a_model_loads() -> None:
+    """G07."""
     entered, go = threading.Event(), threading.Event()
 
     class Factory:
@@ -251,7 +258,8 @@ def test_a_cancelled_future_is_skipped(start: Start) -> None:
     assert seen == [1, 3]
 
 
-def test_c11_close_is_bounded_fails_what_waits_and_drops_models(start: Start) -> None:
+def test_close_is_bounded_fails_what_waits_and_drops_models(start: Start) -> None:
+    """C11."""
     entered, go = threading.Event(), threading.Event()
 
     def forward(b: PackedBatch) -> Any:
@@ -278,7 +286,8 @@ def test_c11_close_is_bounded_fails_what_waits_and_drops_models(start: Start) ->
     assert runner.closed == 1
 
 
-def test_c13_no_thread_is_no_executor() -> None:
+def test_no_thread_is_no_executor() -> None:
+    """C13."""
     with pytest.raises(ValueError, match="at least one"):
         ModelExecutor({}, 0)
 
@@ -297,7 +306,8 @@ def test_c13_no_thread_is_no_executor() -> None:
         ("The size of tensor a (3) must match", RuntimeError),
     ],
 )
-def test_c04_g04_torch_errors_are_sorted(text: str, expected: type[Exception]) -> None:
+def test_torch_errors_are_sorted(text: str, expected: type[Exception]) -> None:
+    """C04, G04."""
     assert type(as_runner_error(RuntimeError(text))).__mro__.__contains__(expected)
     assert isinstance(as_runner_error(MemoryError(text)), MemoryError)
 

@@ -46,9 +46,7 @@ def pooling_of(family: str) -> str:
 
 @pytest.mark.parametrize("labels", [None, 1, 3])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a01_a02_a06_the_same_bytes_alone_and_in_any_batch(
-    load: Any, family: str, labels: int | None
-) -> None:
+def test_the_same_bytes_alone_and_in_any_batch(load: Any, family: str, labels: int | None) -> None:
     """A01, A02, A06, A07: fp32 on the CPU, every family, any neighbours, any position, any order."""
     runner = load(family, labels=labels, pooling=pooling_of(family))
     pool = items(runner)
@@ -64,7 +62,8 @@ def test_a01_a02_a06_the_same_bytes_alone_and_in_any_batch(
     assert not any("depend" in note for note in runner.info.notes)
 
 
-def test_a02_a_short_text_a_thousand_times_gives_one_vector(load: Any) -> None:
+def test_a_short_text_a_thousand_times_gives_one_vector(load: Any) -> None:
+    """A02."""
     runner = load("bert")
     item = EncodedItem(np.array([2, 40, 3], np.int32))
     rows = [values(o) for o in run(runner, [item] * 1000)]
@@ -147,8 +146,8 @@ def test_a_classification_head_that_differs_is_refused(
         make_runner_factory("m", folder)()
 
 
-def test_b09_b12_b19_bad_rows_cost_nobody_else(load: Any) -> None:
-    """Empty segments, unknown ids and rows past the limit never reach the model (on a GPU they
+def test_bad_rows_cost_nobody_else(load: Any) -> None:
+    """B09, B12, B19: Empty segments, unknown ids and rows past the limit never reach the model (on a GPU they
     would poison it); their neighbours get the bytes they would get alone."""
     runner = load("bert")
     good = items(runner, (5, 9))
@@ -167,7 +166,8 @@ def test_b09_b12_b19_bad_rows_cost_nobody_else(load: Any) -> None:
     assert [type(o) for o in run(runner, bad)] == kinds
 
 
-def test_b12_an_empty_last_row_still_gives_n_outcomes(load: Any) -> None:
+def test_an_empty_last_row_still_gives_n_outcomes(load: Any) -> None:
+    """B12."""
     runner = load("bert")
     empty, full = EncodedItem(np.zeros(0, np.int32)), items(runner, (4,))[0]
     for order in ([full, empty], [empty, full], [empty], [empty, empty]):
@@ -175,7 +175,7 @@ def test_b12_an_empty_last_row_still_gives_n_outcomes(load: Any) -> None:
         assert [isinstance(o, EmptyInput) for o in outcomes] == [i is empty for i in order]
 
 
-def test_a03_a_non_finite_row_fails_alone(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_finite_row_fails_alone(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A03, A04: NaN in item 2 of 5 becomes that item's error; the others are answered."""
     runner = load("bert")
     pool = items(runner, (9, 8, 7, 6, 5))
@@ -194,7 +194,8 @@ def test_a03_a_non_finite_row_fails_alone(load: Any, monkeypatch: pytest.MonkeyP
         assert np.array_equal(values(outcomes[i]), expected[i])
 
 
-def test_a03_non_finite_logits_fail_alone(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_fail_alone(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A03."""
     runner = load("bert", labels=3)
     inner = runner._head
 
@@ -209,7 +210,8 @@ def test_a03_non_finite_logits_fail_alone(load: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
-def test_a08_a_cut_vector_is_normalised_after_the_cut(load: Any, size: int) -> None:
+def test_a_cut_vector_is_normalised_after_the_cut(load: Any, size: int) -> None:
+    """A08."""
     runner = load("bert", settings={"matryoshka_dimensions": (1, 8, 16)})
     ids = items(runner, (9,))[0].input_ids
     whole, cut = run(runner, [EncodedItem(ids), EncodedItem(ids, ItemOptions(dimensions=size))])
@@ -219,7 +221,8 @@ def test_a08_a_cut_vector_is_normalised_after_the_cut(load: Any, size: int) -> N
     assert np.abs(cut.dense - prefix).max() < 1e-6
 
 
-def test_d10_normalize_is_the_models_unless_the_request_says(load: Any) -> None:
+def test_normalize_is_the_models_unless_the_request_says(load: Any) -> None:
+    """D10."""
     runner, raw = load("bert"), load("bert", normalize=False)
     ids = items(runner, (9,))[0].input_ids
 
@@ -248,7 +251,7 @@ def test_mixed_options_in_one_batch(load: Any) -> None:
         assert np.array_equal(values(outcome), values(run(runner, [item])[0]))
 
 
-def test_a16_a17_activation_once_and_raw_on_request(load: Any) -> None:
+def test_activation_once_and_raw_on_request(load: Any) -> None:
     """A16, A17: raw logits, their sigmoid, in the same order; a score needs no neighbours."""
     runner = load("bert", labels=1)
     ids = [item.input_ids for item in items(runner, (5, 9, 13))]
@@ -262,7 +265,8 @@ def test_a16_a17_activation_once_and_raw_on_request(load: Any) -> None:
         assert np.array_equal(alone.scores, s.scores)
 
 
-def test_a17_an_identity_head_is_not_squashed(tmp_path: Path) -> None:
+def test_an_identity_head_is_not_squashed(tmp_path: Path) -> None:
+    """A17."""
     folder = write_model(tmp_path / "m", "bert", labels=1)
     activation = {"activation_fn": "torch.nn.modules.linear.Identity"}
     edit_json(folder / "config.json", sentence_transformers=activation)
@@ -322,9 +326,10 @@ def test_a_prompt_outside_the_mean() -> None:
     assert torch.equal(rows[2], hidden[8:10].mean(0))  # a prompt that covers all: averaged whole
 
 
-def test_c03_a_warm_up_that_does_not_fit_names_the_setting(
+def test_a_warm_up_that_does_not_fit_names_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C03."""
     from gpu.model_runner import ModelRunner
 
     def compute(self: Any, batch: PackedBatch) -> Any:
@@ -340,9 +345,10 @@ def test_c03_a_warm_up_that_does_not_fit_names_the_setting(
     assert make_runner_factory("m", folder, max_batch_tokens=256)().info.max_batch_tokens == 256
 
 
-def test_c04_out_of_memory_in_a_forward_is_a_memory_error(
+def test_out_of_memory_in_a_forward_is_a_memory_error(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C04."""
     runner = load("bert")
 
     def full(batch: PackedBatch) -> Any:
@@ -439,7 +445,7 @@ def test_phases_and_info(tmp_path: Path) -> None:
     assert info.fingerprint.startswith("sha256:") and info.attention == "sdpa"
 
 
-def test_g08_a_local_folder_makes_no_connection(
+def test_a_local_folder_makes_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """G08: no socket is opened and no name is looked up while a model loads and answers."""
@@ -489,7 +495,7 @@ def test_no_tensor_reads_the_weights_file_after_the_load(tmp_path: Path, prepack
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a12_j02_half_precision_is_close_and_named(load: Any, family: str) -> None:
+def test_half_precision_is_close_and_named(load: Any, family: str) -> None:
     """A12, J02: dtype is explicit, pooling and heads stay fp32, nothing is non-finite."""
     model = {"pooling": pooling_of(family)}
     exact = load(family, **model)
@@ -502,7 +508,8 @@ def test_a12_j02_half_precision_is_close_and_named(load: Any, family: str) -> No
         assert float(a.dense @ b.dense) > 0.98
 
 
-def test_a05_half_precision_scores_are_fp32_and_finite(load: Any) -> None:
+def test_half_precision_scores_are_fp32_and_finite(load: Any) -> None:
+    """A05."""
     for family in ("bert", "modernbert", "distilbert", "qwen3", "xlm-roberta"):
         runner = load(family, settings={"dtype": "bfloat16"}, labels=3)
         for outcome in run(runner, items(runner, (3, 9, 17))):

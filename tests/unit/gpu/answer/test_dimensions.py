@@ -58,7 +58,7 @@ def vectors(runner: Any, given: Any, **fields: Any) -> np.ndarray | EmbedstreamE
     return np.stack([o.dense for o in scatter(batch, runner.forward(batch))])
 
 
-def test_a09_allowed_sizes_are_told(model: Any) -> None:
+def test_allowed_sizes_are_told(model: Any) -> None:
     """A09: `ModelInfo.allowed_dimensions`: ascending, native among them; None when there is one."""
     way, runner = model
     told = runner.info.allowed_dimensions
@@ -68,7 +68,7 @@ def test_a09_allowed_sizes_are_told(model: Any) -> None:
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", sorted(INPUTS))
-def test_a08_a09_a_size_is_computed_or_refused(model: Any, kind: str, asked: int) -> None:
+def test_a_size_is_computed_or_refused(model: Any, kind: str, asked: int) -> None:
     """A08, A09: for texts and token ids alike: the renormalised prefix of the full vector, of norm
     1 within 1e-6, or `invalid_dimensions` with what was given, the limit and the sizes."""
     way, runner = model
@@ -89,7 +89,7 @@ def test_a08_a09_a_size_is_computed_or_refused(model: Any, kind: str, asked: int
 
 
 @pytest.mark.parametrize("asked", [0, -1, -5000, 2**63, True, 8.0, "8", [8]])
-def test_a09_what_is_no_size_is_refused_before_any_model(asked: Any) -> None:
+def test_what_is_no_size_is_refused_before_any_model(asked: Any) -> None:
     """A09: 0, negative, huge, a boolean, a float, a string: never a crash, never another size."""
     record = json.dumps({"id": "r", "input": "x", "dimensions": asked}).encode()
     with pytest.raises(EmbedstreamError) as caught:
@@ -98,7 +98,7 @@ def test_a09_what_is_no_size_is_refused_before_any_model(asked: Any) -> None:
     assert caught.value.path == "$.dimensions" and not caught.value.retryable
 
 
-def test_a08_the_cut_comes_before_the_norm_and_raw_vectors_are_cut_raw(model: Any) -> None:
+def test_the_cut_comes_before_the_norm_and_raw_vectors_are_cut_raw(model: Any) -> None:
     """A08: `normalize` false: the raw prefix; mixed sizes in one pack do not disturb each other."""
     way, runner = model
     size = ALLOWED[way][0]
@@ -118,9 +118,8 @@ def test_a08_the_cut_comes_before_the_norm_and_raw_vectors_are_cut_raw(model: An
 
 
 @pytest.mark.parametrize("named", [[0, 8], [-8], [33], [8, 5000]])
-def test_a09_sizes_that_the_model_does_not_have_stop_the_load(
-    tmp_path: Path, named: list[int]
-) -> None:
+def test_sizes_that_the_model_does_not_have_stop_the_load(tmp_path: Path, named: list[int]) -> None:
+    """A09."""
     folder = write_model(tmp_path / "m")
     with pytest.raises(ModelLoadError, match="outside 1 to 32"):
         load_spec(folder, matryoshka_dimensions=tuple(named))
@@ -129,7 +128,7 @@ def test_a09_sizes_that_the_model_does_not_have_stop_the_load(
         load_spec(folder)
 
 
-def test_a09_native_is_the_size_behind_dense_modules(tmp_path: Path) -> None:
+def test_native_is_the_size_behind_dense_modules(tmp_path: Path) -> None:
     """A09, A10: a Dense module of 12: 12 is native, 32 is not."""
     runner = make_runner_factory("m", write_model(tmp_path / "m", dense=12))()
     got = vectors(runner, "river", dimensions=12)

@@ -59,9 +59,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lengths", [[512] * 16, [8] * 1024], ids=["long", "short"])
-def test_c06_8k_tokens_by_30k_words_are_never_held_at_once(
-    tmp_path: Path, lengths: list[int]
-) -> None:
+def test_8k_tokens_by_30k_words_are_never_held_at_once(tmp_path: Path, lengths: list[int]) -> None:
     """C06, C03: the largest tensor of a pack of 8,192 tokens is one chunk, 64 MiB, not 1 GB."""
     folder = write_splade(tmp_path / "m", vocab_size=30_522, max_position_embeddings=512)
     runner = make_runner_factory("m", folder, max_tokens=512)()
@@ -78,9 +76,7 @@ def test_c06_8k_tokens_by_30k_words_are_never_held_at_once(
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])
-def test_a01_a06_weights_are_the_same_bits_in_any_batch_and_chunk(
-    tmp_path: Path, pooling: str
-) -> None:
+def test_weights_are_the_same_bits_in_any_batch_and_chunk(tmp_path: Path, pooling: str) -> None:
     """A01, A06: alone, among others, and with chunks of 32 tokens: equal ids and equal bytes."""
     folder = write_splade(tmp_path / "m", strategy=pooling)
     runner = make_runner_factory("m", folder)()
@@ -106,7 +102,7 @@ def test_ids_ascend_and_weights_are_positive(splade: Any) -> None:
         assert outcome.dense is None and outcome.multivector is None
 
 
-def test_a03_a_row_with_nan_fails_alone() -> None:
+def test_a_row_with_nan_fails_alone() -> None:
     """A03, A04: NaN is greater than nothing, and must not pass for "no weight"."""
     hidden = torch.zeros(6, 4)
     hidden[2] = float("nan")
@@ -120,9 +116,10 @@ def test_a03_a_row_with_nan_fails_alone() -> None:
     assert rows[0][0].tolist() == [1] and rows[0][1][0] == np.log1p(np.float32(3.0))
 
 
-def test_a03_the_runner_answers_the_neighbours_of_a_bad_row(
+def test_the_runner_answers_the_neighbours_of_a_bad_row(
     splade: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A03."""
     items = encode(splade).items
     real = splade._forward
 
@@ -152,15 +149,17 @@ def test_a_request_without_outputs_gets_the_models_own(splade: Any) -> None:
         ({"dimensions": 8}, InvalidDimensions, "$.dimensions"),
     ],
 )
-def test_a09_what_a_sparse_model_cannot_is_refused_by_name(
+def test_what_a_sparse_model_cannot_is_refused_by_name(
     splade: Any, fields: dict[str, Any], error: type[EmbedstreamError], path: str
 ) -> None:
+    """A09."""
     refused = encode(splade, **fields)
     assert isinstance(refused, error) and refused.path == path
     assert "sparse" in str(refused)
 
 
-def test_a10_the_runner_itself_refuses_an_output_that_it_lacks(splade: Any) -> None:
+def test_the_runner_itself_refuses_an_output_that_it_lacks(splade: Any) -> None:
+    """A10."""
     item = EncodedItem(np.array([1, 2], np.int32), ItemOptions(outputs=("dense",)))
     assert isinstance(forward(splade, [item])[0], Unsupported)
 
@@ -180,7 +179,8 @@ def test_a_plain_masked_lm_needs_the_setting(tmp_path: Path) -> None:
     assert load_spec(folder).outputs == ("sparse",)
 
 
-def test_a10_what_is_not_splade_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_splade_is_refused(tmp_path: Path) -> None:
+    """A10."""
     folder = write_splade(tmp_path / "m")
     edit_json(folder / "1_Pool" / "config.json", pooling_strategy="mean")
     with pytest.raises(ModelLoadError, match="SpladePooling with 'mean'"):
@@ -262,7 +262,7 @@ def test_m3_drops_special_tokens_and_keeps_the_largest_weight(tmp_path: Path) ->
     assert len(kafka) == 3 and abs(largest - scores[kafka].max()) <= 1e-5
 
 
-def test_b09_m3_takes_8192_of_8194_positions(tmp_path: Path) -> None:
+def test_m3_takes_8192_of_8194_positions(tmp_path: Path) -> None:
     """B09: position 8193 of an item is outside the table; the limit is 8192."""
     spec = load_spec(write_m3(tmp_path / "m", max_position_embeddings=8194))
     assert spec.max_tokens == 8192
@@ -306,7 +306,7 @@ def test_m3_heads_are_read_without_running_anything(tmp_path: Path) -> None:
         load_spec(folder)
 
 
-def test_a06_lexical_weights_of_1024_features_do_not_depend_on_the_row_count(
+def test_lexical_weights_of_1024_features_do_not_depend_on_the_row_count(
     tmp_path: Path,
 ) -> None:
     """A06: torch's matrix-vector product rounds by the number of rows at this width; ours must not."""
@@ -350,7 +350,8 @@ def test_m3_without_modules_uses_its_librarys_defaults(tmp_path: Path) -> None:
     assert (spec.pooling, spec.normalize, spec.outputs) == ("cls", True, ALL)
 
 
-def test_a09_m3_dimensions_speak_of_the_dense_vector(tmp_path: Path) -> None:
+def test_m3_dimensions_speak_of_the_dense_vector(tmp_path: Path) -> None:
+    """A09."""
     folder = write_m3(tmp_path / "m")
     runner = make_runner_factory("m", folder, matryoshka_dimensions=(8,))()
     items = encode(runner, outputs=("dense", "sparse"), dimensions=8).items
@@ -361,7 +362,7 @@ def test_a09_m3_dimensions_speak_of_the_dense_vector(tmp_path: Path) -> None:
     assert not isinstance(encode(runner, outputs=ALL, dimensions=32), EmbedstreamError)
 
 
-def test_a01_a06_m3_gives_the_same_bits_in_any_batch(m3: Any) -> None:
+def test_m3_gives_the_same_bits_in_any_batch(m3: Any) -> None:
     """A01, A06: dense, sparse and multivector of an item alone and among others: equal bytes."""
     items = encode(m3, [*TEXTS, "river " * 40, "red"], outputs=ALL).items
     alone = [forward(m3, [item])[0] for item in items]

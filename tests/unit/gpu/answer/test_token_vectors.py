@@ -48,7 +48,7 @@ def test_a_colbert_model_gives_token_vectors_by_default(colbert: Any) -> None:
         assert outcome.dense is None and outcome.sparse is None
 
 
-def test_a01_a06_token_vectors_are_the_same_bits_in_any_batch(colbert: Any) -> None:
+def test_token_vectors_are_the_same_bits_in_any_batch(colbert: Any) -> None:
     """A01, A06: equal bytes alone and among others, in any order."""
     items = encode(colbert, [*TEXTS, "river " * 60]).items
     alone = [forward(colbert, [item])[0].multivector for item in items]
@@ -57,7 +57,7 @@ def test_a01_a06_token_vectors_are_the_same_bits_in_any_batch(colbert: Any) -> N
             assert one.multivector.tobytes() == alone[i].tobytes()
 
 
-def test_a08_a09_sizes_are_checked_and_cut_vectors_have_norm_one(colbert: Any) -> None:
+def test_sizes_are_checked_and_cut_vectors_have_norm_one(colbert: Any) -> None:
     """A08, A09: 4 of 12 is named by the settings; native is accepted; the rest is refused."""
     items = encode(colbert).items
     full = forward(colbert, items)
@@ -82,7 +82,7 @@ def test_normalize_off_gives_the_raw_projection(colbert: Any) -> None:
     assert np.abs(raw / norm - unit).max() <= 1e-6
 
 
-def test_a14_the_prefix_is_one_token_behind_the_first(colbert: Any) -> None:
+def test_the_prefix_is_one_token_behind_the_first(colbert: Any) -> None:
     """A14: "[Q] " is a token of its own, put there once by the prompt; it survives every cut."""
     tokenizer = colbert.encoder._tokenizer
     q, d = tokenizer.token_to_id("[Q] "), tokenizer.token_to_id("[D] ")
@@ -116,7 +116,8 @@ def test_skipped_tokens_of_documents_give_no_vector_and_queries_keep_theirs(tmp_
     assert nothing.multivector.shape == (0, 12)
 
 
-def test_a03_a_bad_row_fails_alone(colbert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_row_fails_alone(colbert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A03."""
     real = colbert._forward
 
     def poisoned(batch: Any) -> Any:
@@ -139,7 +140,7 @@ def test_expanded_queries_are_refused_and_said_at_load(tmp_path: Path) -> None:
     assert not isinstance(encode(runner, prompt_name="document"), EmbedstreamError)
 
 
-def test_a10_module_lists_that_are_not_colbert_are_refused(tmp_path: Path) -> None:
+def test_module_lists_that_are_not_colbert_are_refused(tmp_path: Path) -> None:
     """A10: a Dense without pooling in a folder that does not call itself ColBERT stays refused."""
     folder = write_colbert(tmp_path / "m", style="pylate")
     edit_json(folder / "config_sentence_transformers.json", model_type=None)

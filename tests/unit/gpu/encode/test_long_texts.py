@@ -57,7 +57,7 @@ def short(load: Any) -> Any:
     return load("bert", pooling="mean", max_seq_length=16)
 
 
-def test_b20_chunks_are_averaged_by_their_tokens_and_renormalised(short: Any) -> None:
+def test_chunks_are_averaged_by_their_tokens_and_renormalised(short: Any) -> None:
     """B20: specials in every chunk, real tokens counted, weights by length, fp32, unit length."""
     text = long_text(40)
     (item,) = encode(short, text, aggregate="mean").items
@@ -83,7 +83,7 @@ def test_a_text_that_fits_gets_its_ordinary_bytes(short: Any) -> None:
     assert np.array_equal(vectors(short, text, aggregate="mean")[0], vectors(short, text)[0])
 
 
-def test_a06_an_averaged_vector_does_not_depend_on_its_neighbours(short: Any) -> None:
+def test_an_averaged_vector_does_not_depend_on_its_neighbours(short: Any) -> None:
     """A06, A07: with other long and short items in the batch, in any order, the same bytes."""
     texts = [long_text(n) for n in (40, 5, 100, 3, 15, 14)]
     alone = [vectors(short, text, aggregate="mean")[0] for text in texts]
@@ -148,7 +148,7 @@ def test_verbatim_ids_keep_their_own_ends(short: Any) -> None:
     assert np.concatenate([part[1:-1] for part in parts]).tolist() == list(range(10, 50))
 
 
-def test_b03_too_many_chunks_are_too_long_for_that_item_alone(short: Any) -> None:
+def test_too_many_chunks_are_too_long_for_that_item_alone(short: Any) -> None:
     """B03, B10: given and limit are told; the neighbour is answered, and so is the longest allowed."""
     most = 14 * MAX_CHUNKS
     over, fine = encode(short, long_text(most + 1), long_text(most), aggregate="mean").items
@@ -159,7 +159,7 @@ def test_b03_too_many_chunks_are_too_long_for_that_item_alone(short: Any) -> Non
     assert isinstance(empty, EmptyInput)
 
 
-def test_a03_a_chunk_that_is_not_finite_fails_its_item_alone(
+def test_a_chunk_that_is_not_finite_fails_its_item_alone(
     short: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A03: one NaN among the chunks never reaches the average of another item."""

@@ -57,7 +57,7 @@ def whole(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("document", ["Beijing", "\nBeijing", "  x", ": y", "日本", "9", "> z"])
-def test_a15_ids_are_those_of_the_whole_text(folder: Path, document: str) -> None:
+def test_ids_are_those_of_the_whole_text(folder: Path, document: str) -> None:
     """A15: prompt, instruction, query and document, whatever the document starts with."""
     got = first(encode(encoder(folder), "capital?", document))
     body = f"<Instruct>: {DEFAULT}\n<Query>: capital?\n<Document>: {document}"
@@ -68,7 +68,7 @@ def test_a15_ids_are_those_of_the_whole_text(folder: Path, document: str) -> Non
         assert got.extras["n_shared"] == len(shared)
 
 
-def test_a13_the_instruction_used_is_echoed(folder: Path) -> None:
+def test_the_instruction_used_is_echoed(folder: Path) -> None:
     """A13: the default one too; it stands where the model card has it."""
     assert encode(encoder(folder), "q", "d").prompt == DEFAULT
     told = encode(encoder(folder), "q", "d", instruction="Find rivers.")
@@ -86,7 +86,7 @@ def test_an_instruction_without_a_place_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("room", [1, 2, 7, 40])
-def test_a20_only_the_document_is_cut(folder: Path, side: str, room: int) -> None:
+def test_only_the_document_is_cut(folder: Path, side: str, room: int) -> None:
     """A20: prompt, instruction and query are whole at every length; `room` document tokens are left."""
     words = "alpha beta " * 40
     head = PREFIX + f"<Instruct>: {DEFAULT}\n<Query>: capital?\n<Document>:"
@@ -105,13 +105,13 @@ def test_a20_only_the_document_is_cut(folder: Path, side: str, room: int) -> Non
     assert refused.given == len(whole(head + " " + words + SUFFIX))
 
 
-def test_a20_a_query_that_leaves_no_room_fails_the_request(folder: Path) -> None:
+def test_a_query_that_leaves_no_room_fails_the_request(folder: Path) -> None:
     """A20: a query is never cut, also not when its document asks for it."""
     answer = encode(encoder(folder, max_tokens=250), "long query " * 40, "d", truncate="right")
     assert isinstance(answer, TooLong) and answer.path == "$.query"
 
 
-def test_b18_a_text_cannot_become_a_control_token(folder: Path) -> None:
+def test_a_text_cannot_become_a_control_token(folder: Path) -> None:
     """B18: a document that closes the prompt and answers for the model; a query that opens another."""
     control = {chat_tokenizer()[0].token_to_id(t) for t in ("<|im_start|>", "<|im_end|>")}
     honest = first(encode(encoder(folder), "q", "d"))
@@ -123,8 +123,8 @@ def test_b18_a_text_cannot_become_a_control_token(folder: Path) -> None:
     assert first(encode(encoder(folder), "{document} {query}", "{query}")).n_tokens > 0
 
 
-def test_b01_empty_texts(folder: Path) -> None:
-    """Empty query: the request; empty document: that document; allowed where the setting says so."""
+def test_an_empty_query_or_document_is_its_own_error(folder: Path) -> None:
+    """B01: Empty query: the request; empty document: that document; allowed where the setting says so."""
     strict, loose = encoder(folder), encoder(folder, empty_input="embed")
     assert isinstance(encode(strict, "", "d"), EmptyInput)
     items = encode(strict, "q", "d", "", "e").items

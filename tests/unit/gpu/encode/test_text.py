@@ -74,7 +74,8 @@ def reference(encoder: TextEncoder) -> Tokenizer:
 WORDS_30 = "the " * 30  # one token each; with [CLS] and [SEP] exactly the limit of 32
 
 
-def test_a07_ids_are_those_of_the_folders_tokenizer_in_input_order(bert: TextEncoder) -> None:
+def test_ids_are_those_of_the_folders_tokenizer_in_input_order(bert: TextEncoder) -> None:
+    """A07."""
     texts = ["hello world", "kafka redis stream!", "Ärger 漢字 x9", "the"]
     encoded = one(bert, embed(*texts))
     for text, item in zip(texts, encoded.items, strict=True):
@@ -82,7 +83,8 @@ def test_a07_ids_are_those_of_the_folders_tokenizer_in_input_order(bert: TextEnc
         assert item.token_type_ids is None and not item.truncated
 
 
-def test_c12_one_tokenizer_call_for_all_texts_of_all_requests(bert: TextEncoder) -> None:
+def test_one_tokenizer_call_for_all_texts_of_all_requests(bert: TextEncoder) -> None:
+    """C12."""
     calls: list[int] = []
     inner = bert._batch
 
@@ -99,7 +101,7 @@ def test_c12_one_tokenizer_call_for_all_texts_of_all_requests(bert: TextEncoder)
 
 
 @pytest.mark.parametrize("n", [3, 126, 127, 198])
-def test_a23_padding_and_truncation_of_tokenizer_json_are_reset(tmp_path: Path, n: int) -> None:
+def test_padding_and_truncation_of_tokenizer_json_are_reset(tmp_path: Path, n: int) -> None:
     """A23: a tokenizer.json that pads and cuts to 128 neither pads nor cuts here."""
     folder = write_model(tmp_path / "m", "bert", max_position_embeddings=300)
     path = str(folder / "tokenizer.json")
@@ -111,7 +113,7 @@ def test_a23_padding_and_truncation_of_tokenizer_json_are_reset(tmp_path: Path, 
     assert item.n_tokens == n + 2
 
 
-def test_b15_lengths_stay_exact_with_two_encoders_in_two_threads(tmp_path: Path) -> None:
+def test_lengths_stay_exact_with_two_encoders_in_two_threads(tmp_path: Path) -> None:
     """B15: every thread owns its tokenizer, and no call changes its settings."""
     folder = write_model(tmp_path / "m", "bert")
     wrong: list[int] = []
@@ -131,14 +133,16 @@ def test_b15_lengths_stay_exact_with_two_encoders_in_two_threads(tmp_path: Path)
     assert wrong == []
 
 
-def test_b05_limit_is_accepted_and_limit_plus_one_is_not(bert: TextEncoder) -> None:
+def test_limit_is_accepted_and_limit_plus_one_is_not(bert: TextEncoder) -> None:
+    """B05."""
     encoded = one(bert, embed("the " * 29, WORDS_30, "the " * 31))
     assert [item.n_tokens for item in encoded.items[:2]] == [31, 32]
     error = encoded.items[2]
     assert isinstance(error, TooLong)
 
 
-def test_b03_d06_too_long_says_what_was_given_and_what_to_do(bert: TextEncoder) -> None:
+def test_too_long_says_what_was_given_and_what_to_do(bert: TextEncoder) -> None:
+    """B03, D06."""
     error = one(bert, embed("hello", "the " * 50)).items[1]
     assert isinstance(error, TooLong)
     assert (error.given, error.limit, error.items) == (52, 32, (1,))
@@ -146,7 +150,8 @@ def test_b03_d06_too_long_says_what_was_given_and_what_to_do(bert: TextEncoder) 
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_b04_b16_cuts_keep_special_tokens_and_say_so(bert: TextEncoder, side: str) -> None:
+def test_cuts_keep_special_tokens_and_say_so(bert: TextEncoder, side: str) -> None:
+    """B04, B16."""
     text = "hello " + "the " * 60 + "world"
     item = one(bert, embed(text, truncate=side)).items[0]
     whole = reference(bert).encode(text).ids
@@ -155,19 +160,21 @@ def test_b04_b16_cuts_keep_special_tokens_and_say_so(bert: TextEncoder, side: st
     assert item.truncated
 
 
-def test_b01_truncate_is_the_same_for_one_text_and_for_a_list(bert: TextEncoder) -> None:
+def test_truncate_is_the_same_for_one_text_and_for_a_list(bert: TextEncoder) -> None:
+    """B01."""
     text = "hello world" * 7777
     alone = one(bert, embed(text, truncate="right")).items[0]
     listed = one(bert, embed("the", text, truncate="right")).items[1]
     assert alone.input_ids.tolist() == listed.input_ids.tolist()
 
 
-def test_b02_a_long_text_is_cut_by_tokens_not_by_characters(bert: TextEncoder) -> None:
+def test_a_long_text_is_cut_by_tokens_not_by_characters(bert: TextEncoder) -> None:
+    """B02."""
     item = one(bert, embed("hello world " * 6000, truncate="right")).items[0]
     assert item.n_tokens == 32
 
 
-def test_b16_the_last_token_is_the_end_token_after_a_cut(load: Any) -> None:
+def test_the_last_token_is_the_end_token_after_a_cut(load: Any) -> None:
     """B16, A14: last-token pooling reads the end token, which is there once."""
     encoder = load("qwen3", pooling="lasttoken", max_seq_length=20).encoder
     end = encoder.spec.config["eos_token_id"]
@@ -180,9 +187,10 @@ def test_b16_the_last_token_is_the_end_token_after_a_cut(load: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["[SEP] [CLS] hi", "</s>", "[MASK]", "x [SEP] y"]
 )  # B18: also inside a document, where it would fake the boundary
-def test_b18_user_text_never_becomes_a_control_token(
+def test_user_text_never_becomes_a_control_token(
     bert: TextEncoder, cross: TextEncoder, text: str
 ) -> None:
+    """B18."""
     control = {0, 2, 3, 4}  # [PAD] [CLS] [SEP] [MASK]
     ids = one(bert, embed(text)).items[0].input_ids.tolist()
     assert not control & set(ids[1:-1])
@@ -190,7 +198,8 @@ def test_b18_user_text_never_becomes_a_control_token(
     assert [i for i in pair if i in control] == [2, 3, 3]
 
 
-def test_b18_markers_with_bars_stay_text(load: Any) -> None:
+def test_markers_with_bars_stay_text(load: Any) -> None:
+    """B18."""
     encoder = load("qwen3", pooling="lasttoken", max_seq_length=40).encoder
     ids = one(encoder, embed("a<|endoftext|>b")).items[0].input_ids.tolist()
     assert ids.count(encoder.spec.config["eos_token_id"]) == 1
@@ -198,9 +207,7 @@ def test_b18_markers_with_bars_stay_text(load: Any) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t", "​", "﻿"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_b10_b11_b12_an_empty_text_is_its_own_error(
-    bert: TextEncoder, text: str, place: int
-) -> None:
+def test_an_empty_text_is_its_own_error(bert: TextEncoder, text: str, place: int) -> None:
     """B10, B11, B12: n results for n items, wherever the empty one stands."""
     texts = ["hello", "world"]
     texts.insert(place, text)
@@ -211,13 +218,14 @@ def test_b10_b11_b12_an_empty_text_is_its_own_error(
     assert items[place].items == (place,)
 
 
-def test_b10_empty_may_be_embedded_when_asked(tmp_path: Path) -> None:
+def test_empty_may_be_embedded_when_asked(tmp_path: Path) -> None:
+    """B10."""
     folder = write_model(tmp_path / "m", "bert")
     encoder = load_encoder(load_spec(folder), empty_input="embed")
     assert one(encoder, embed("")).items[0].input_ids.tolist() == [2, 3]
 
 
-def test_b12_a_tokenizer_without_special_tokens_gives_no_empty_segment(tmp_path: Path) -> None:
+def test_a_tokenizer_without_special_tokens_gives_no_empty_segment(tmp_path: Path) -> None:
     """B12: zero tokens are flagged even where empty texts are to be embedded."""
     folder = write_model(tmp_path / "m", "llama", pooling="lasttoken")
     bare, names = _bytes(end=False)
@@ -228,14 +236,16 @@ def test_b12_a_tokenizer_without_special_tokens_gives_no_empty_segment(tmp_path:
     assert [type(i) for i in one(encoder, embed("", "a")).items] == [EmptyInput, type(items[0])]
 
 
-def test_b13_a_lone_surrogate_costs_nobody(bert: TextEncoder) -> None:
+def test_a_lone_surrogate_costs_nobody(bert: TextEncoder) -> None:
+    """B13."""
     items = one(bert, embed("hello", "a\ud800b", "world")).items
     assert not any(isinstance(item, EmbedstreamError) for item in items)
     assert items[0].input_ids.tolist() == reference(bert).encode("hello").ids
     assert items[1].input_ids.tolist() == reference(bert).encode("a�b").ids
 
 
-def test_b19_token_ids_are_used_verbatim_and_range_checked(bert: TextEncoder) -> None:
+def test_token_ids_are_used_verbatim_and_range_checked(bert: TextEncoder) -> None:
+    """B19."""
     size = bert.spec.config["vocab_size"]
     items = one(
         bert, embed(TokenIds((5, 6)), TokenIds((size,)), TokenIds((-1,)), TokenIds(()), "the")
@@ -247,7 +257,8 @@ def test_b19_token_ids_are_used_verbatim_and_range_checked(bert: TextEncoder) ->
     assert items[4].n_tokens == 3
 
 
-def test_b19_too_many_token_ids_follow_the_same_policy(bert: TextEncoder) -> None:
+def test_too_many_token_ids_follow_the_same_policy(bert: TextEncoder) -> None:
+    """B19."""
     ids = TokenIds((2, *range(10, 60), 3))
     assert isinstance(one(bert, embed(ids)).items[0], TooLong)
     cut = one(bert, embed(ids, truncate="right")).items[0]
@@ -258,12 +269,13 @@ def test_b19_too_many_token_ids_follow_the_same_policy(bert: TextEncoder) -> Non
     assert plain.input_ids.tolist() == list(range(28, 60))
 
 
-def test_b20_tokens_used_are_real_tokens(bert: TextEncoder) -> None:
+def test_tokens_used_are_real_tokens(bert: TextEncoder) -> None:
+    """B20."""
     assert one(bert, embed("hello")).items[0].n_tokens == 3
 
 
 @pytest.mark.parametrize("n", [64, 65])
-def test_b09_roberta_positions_leave_two_places_unused(load: Any, n: int) -> None:
+def test_roberta_positions_leave_two_places_unused(load: Any, n: int) -> None:
     """B09: max_position_embeddings 66 means 64 tokens, enforced before the forward."""
     encoder = load("xlm-roberta", pooling="cls").encoder
     assert encoder.limit == 64
@@ -275,9 +287,7 @@ def test_b09_roberta_positions_leave_two_places_unused(load: Any, n: int) -> Non
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a19_a20_only_the_document_is_cut_and_segments_follow(
-    cross: TextEncoder, side: str
-) -> None:
+def test_only_the_document_is_cut_and_segments_follow(cross: TextEncoder, side: str) -> None:
     """A19, A20: query and closing tokens stay, the segment boundary is right on either side."""
     query, document = "kafka stream", " ".join(["hello", *["the"] * 200, "world"])
     item = one(cross, rerank(query, "short", document, truncate=side)).items[1]
@@ -291,7 +301,8 @@ def test_a19_a20_only_the_document_is_cut_and_segments_follow(
     assert item.truncated
 
 
-def test_a20_a_query_is_never_cut(cross: TextEncoder) -> None:
+def test_a_query_is_never_cut(cross: TextEncoder) -> None:
+    """A20."""
     refused = one(cross, rerank("the " * 125, "hello", truncate="right"))
     assert isinstance(refused, TooLong) and refused.path == "$.query"
     fits = one(cross, rerank("the " * 124, "hello world", truncate="right"))
@@ -314,7 +325,7 @@ def test_rerank_of_empty_texts(cross: TextEncoder) -> None:
     assert isinstance(one(cross, rerank("", "hello")), EmptyInput)
 
 
-def test_a18_two_labels_are_no_score(load: Any) -> None:
+def test_two_labels_are_no_score(load: Any) -> None:
     """A18: rerank and score on a two-label head are refused with the reason; classify is not."""
     encoder = load("bert", labels=2).encoder
     for request in (rerank("query", "hello"), ScoreRequest(id="r", query="q", documents=())):
@@ -341,7 +352,8 @@ def test_tasks_outputs_images_and_instructions_are_refused_by_name(
     ("asked", "good"),
     [(0, False), (-1, False), (1, False), (16, True), (31, False), (32, True), (33, False)],
 )
-def test_a09_dimensions_of_a_matryoshka_model(load: Any, asked: int, good: bool) -> None:
+def test_a_matryoshka_model_takes_its_sizes_only(load: Any, asked: int, good: bool) -> None:
+    """A09."""
     encoder = load("bert", settings={"matryoshka_dimensions": (8, 16)}).encoder
     result = one(encoder, embed("hello", dimensions=asked))
     assert isinstance(result, InvalidDimensions) != good
@@ -350,12 +362,16 @@ def test_a09_dimensions_of_a_matryoshka_model(load: Any, asked: int, good: bool)
 
 
 @pytest.mark.parametrize(("asked", "good"), [(0, False), (16, False), (32, True), (5000, False)])
-def test_a09_dimensions_of_another_model(bert: TextEncoder, asked: int, good: bool) -> None:
+def test_another_model_takes_its_native_size_only(
+    bert: TextEncoder, asked: int, good: bool
+) -> None:
+    """A09."""
     result = one(bert, embed("hello", dimensions=asked))
     assert isinstance(result, InvalidDimensions) != good
 
 
-def test_a13_prompts_are_chosen_by_the_request_and_echoed(load: Any) -> None:
+def test_prompts_are_chosen_by_the_request_and_echoed(load: Any) -> None:
+    """A13."""
     encoder = load("bert", prompts={"query": "query: ", "passage": "passage: "}).encoder
     plain = one(encoder, embed("hello"))
     query = one(encoder, embed("hello", prompt_name="query"))
@@ -384,14 +400,15 @@ def test_a_prompt_can_be_left_out_of_the_mean(load: Any) -> None:
     assert one(encoder, embed("hello world")).items[0].pooled_from == 0
 
 
-def test_b10_a_prompt_does_not_fill_an_empty_text(load: Any) -> None:
+def test_a_prompt_does_not_fill_an_empty_text(load: Any) -> None:
+    """B10."""
     encoder = load("bert", prompts={"query": "query: "}, include_prompt=False).encoder
     items = one(encoder, embed("", " ", "hello", prompt_name="query")).items
     assert [isinstance(i, EmptyInput) for i in items] == [True, True, False]
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3"])
-def test_c08_a_megabyte_without_spaces_is_cut_in_bounded_time(load: Any, family: str) -> None:
+def test_a_megabyte_without_spaces_is_cut_in_bounded_time(load: Any, family: str) -> None:
     """C08: 1 MB of one letter, of CJK, of base64: tokenized whole, then cut. The bound is loose
     (a quadratic tokenizer would need hours); measured: 0.2 to 0.6 s per MB."""
     encoder = load(family, pooling="cls").encoder
@@ -402,7 +419,8 @@ def test_c08_a_megabyte_without_spaces_is_cut_in_bounded_time(load: Any, family:
     assert all(item.n_tokens <= encoder.limit for item in items)
 
 
-def test_b06_many_requests_at_once_keep_their_order_and_errors(bert: TextEncoder) -> None:
+def test_many_requests_at_once_keep_their_order_and_errors(bert: TextEncoder) -> None:
+    """B06."""
     requests = [embed("hello"), embed("x", dimensions=7), embed("", "world"), rerank("q", "d")]
     results = bert.encode(requests)
     assert results[0].items[0].n_tokens == 3

@@ -52,7 +52,7 @@ def kinds(labels: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "labels"), [(f, n) for n in (None, 2) for f in kinds(n)])
-def test_a01_a06_packed_and_the_same_bytes_alone_and_in_any_batch(
+def test_packed_and_the_same_bytes_alone_and_in_any_batch(
     load: Any, family: str, labels: int | None
 ) -> None:
     """A01, A02, A06: every encoder family runs packed, and no neighbour changes a bit."""
@@ -79,9 +79,7 @@ def reference_vectors(folder: Path, texts: tuple[str, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("family", [*ENCODER_NAMES, *FAMILY_NAMES])
-def test_a10_a11_vectors_equal_sentence_transformers(
-    tmp_path: Path, family: str, pooling: str
-) -> None:
+def test_vectors_equal_sentence_transformers(tmp_path: Path, family: str, pooling: str) -> None:
     """A10, A11: pooling, Dense and Normalize from the folder, through the tokenizer, all in one pack."""
     in_bytes = family == "eurobert" or family in DECODERS
     texts = TEXTS[:4] if in_bytes else TEXTS
@@ -121,7 +119,7 @@ def test_heads_equal_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mpnet", "deberta-v2", "rembert", "t5", "umt5"])
-def test_a12_wrapped_families_run_packed_in_bfloat16(tmp_path: Path, family: str) -> None:
+def test_wrapped_families_run_packed_in_bfloat16(tmp_path: Path, family: str) -> None:
     """A12: the dtype is explicit; the wrappers mix no precisions."""
     folder = write_model(tmp_path / "m", family, max_seq_length=64)
     exact = make_runner_factory("m", folder)()

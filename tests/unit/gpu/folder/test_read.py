@@ -37,14 +37,15 @@ def folder(template: Path, tmp_path: Path) -> Path:
         ("pooling_mode_lasttoken", "last_token"),
     ],
 )
-def test_a10_pooling_comes_from_the_folder(folder: Path, flag: str, expected: str) -> None:
+def test_pooling_comes_from_the_folder(folder: Path, flag: str, expected: str) -> None:
     """A10, J07: never from the architecture."""
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({flag: True}))
     spec = load_spec(folder)
     assert (spec.pooling, spec.normalize, spec.dimensions) == (expected, True, HIDDEN)
 
 
-def test_a10_new_style_pooling_config(folder: Path) -> None:
+def test_pooling_is_read_from_the_newer_config_form_too(folder: Path) -> None:
+    """A10."""
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     assert load_spec(folder).pooling == "last_token"
 
@@ -58,14 +59,16 @@ def test_a10_new_style_pooling_config(folder: Path) -> None:
         {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
     ],
 )
-def test_a10_unknown_pooling_is_refused_by_name(folder: Path, config: dict[str, Any]) -> None:
+def test_unknown_pooling_is_refused_by_name(folder: Path, config: dict[str, Any]) -> None:
+    """A10."""
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"max|weightedmean"):
         load_spec(folder)
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "WeightedLayerPooling", "Router", "my_code.Magic"])
-def test_a10_an_unknown_module_is_refused_by_name(folder: Path, kind: str) -> None:
+def test_an_unknown_module_is_refused_by_name(folder: Path, kind: str) -> None:
+    """A10."""
     modules = json.loads((folder / "modules.json").read_text())
     modules.insert(
         2, {"idx": 2, "name": "2", "path": "2_X", "type": f"sentence_transformers.{kind}"}
@@ -75,7 +78,8 @@ def test_a10_an_unknown_module_is_refused_by_name(folder: Path, kind: str) -> No
         load_spec(folder)
 
 
-def test_a10_a_dense_module_sets_the_vector_size(tmp_path: Path) -> None:
+def test_a_dense_module_sets_the_vector_size(tmp_path: Path) -> None:
+    """A10."""
     spec = load_spec(write_model(tmp_path / "m", "bert", dense=12))
     assert spec.dimensions == 12
     assert [(d.in_features, d.out_features, d.activation) for d in spec.dense] == [
@@ -87,7 +91,8 @@ def test_a10_a_dense_module_sets_the_vector_size(tmp_path: Path) -> None:
     "change",
     [{"use_residual": True}, {"activation_function": "os.system"}, {"module_input_name": "x"}],
 )
-def test_a10_an_odd_dense_module_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_odd_dense_module_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A10."""
     folder = write_model(tmp_path / "m", "bert", dense=12)
     edit_json(folder / "2_Dense" / "config.json", **change)
     with pytest.raises(ModelLoadError, match=next(iter(change))):
@@ -132,16 +137,17 @@ def test_every_family_that_tests_write_has_its_row() -> None:
     ("sentence", "tokenizer", "expected"),
     [(None, None, 128), (100, None, 100), (None, 90, 90), (100, 90, 90), (500, 1e30, 128)],
 )
-def test_j07_b09_the_limit_is_the_smallest_that_the_folder_names(
+def test_the_limit_is_the_smallest_that_the_folder_names(
     folder: Path, sentence: int | None, tokenizer: float | None, expected: int
 ) -> None:
+    """J07, B09."""
     edit_json(folder / "sentence_bert_config.json", max_seq_length=sentence)
     edit_json(folder / "tokenizer_config.json", model_max_length=tokenizer)
     assert load_spec(folder).max_tokens == expected
 
 
 @pytest.mark.parametrize("family", ["xlm-roberta", "roberta", "camembert", "mpnet"])
-def test_b09_the_position_offset_is_taken_off_the_limit(tmp_path: Path, family: str) -> None:
+def test_the_position_offset_is_taken_off_the_limit(tmp_path: Path, family: str) -> None:
     """B09: 514 positions hold 512 tokens."""
     spec = load_spec(write_model(tmp_path / "m", family, max_position_embeddings=514))
     assert (spec.max_tokens, spec.position_offset) == (512, 2)
@@ -154,7 +160,8 @@ def test_max_tokens_may_be_overridden_up_to_the_position_table(folder: Path) -> 
             load_spec(folder, max_tokens=bad)
 
 
-def test_a09_matryoshka_sizes(folder: Path) -> None:
+def test_matryoshka_sizes_are_read_set_or_refused(folder: Path) -> None:
+    """A09."""
     assert load_spec(folder).allowed_dimensions is None
     edit_json(folder / "config.json", matryoshka_dimensions=[16, 8])
     assert load_spec(folder).allowed_dimensions == (8, 16, HIDDEN)
@@ -182,9 +189,10 @@ def test_a09_matryoshka_sizes(folder: Path) -> None:
         ),
     ],
 )
-def test_a16_a17_the_activation_comes_from_the_config(
+def test_the_activation_comes_from_the_config(
     tmp_path: Path, change: dict[str, Any], score: str, label: str
 ) -> None:
+    """A16, A17."""
     folder = write_model(tmp_path / "m", "bert", labels=1)
     edit_json(folder / "config.json", **change)
     spec = load_spec(folder)
@@ -192,7 +200,8 @@ def test_a16_a17_the_activation_comes_from_the_config(
     assert spec.tasks == {"rerank", "score", "classify"}
 
 
-def test_a18_labels_by_name(tmp_path: Path) -> None:
+def test_labels_come_by_name_and_never_twice(tmp_path: Path) -> None:
+    """A18."""
     folder = write_model(tmp_path / "m", "bert", labels=3)
     edit_json(folder / "config.json", id2label={"0": "no", "1": "yes", "2": "maybe"})
     spec = load_spec(folder)
@@ -263,7 +272,7 @@ def test_a_path_that_is_neither_folder_nor_id_is_refused(path: str) -> None:
         resolve_folder(path)
 
 
-def test_g08_a_hub_id_is_looked_up_in_the_cache_only(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_hub_id_is_looked_up_in_the_cache_only(tmp_path: Path, monkeypatch: Any) -> None:
     """G08: offline, a hub id that is not cached is an error with both remedies, not a connection."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelLoadError, match="offline"):
@@ -280,8 +289,7 @@ def test_g08_a_hub_id_is_looked_up_in_the_cache_only(tmp_path: Path, monkeypatch
         ("no_such_setting", 1),
     ],
 )
-def test_c13_senseless_settings_are_refused_before_anything_is_read(
-    setting: str, value: Any
-) -> None:
+def test_senseless_settings_are_refused_before_anything_is_read(setting: str, value: Any) -> None:
+    """C13."""
     with pytest.raises(ModelLoadError, match=setting):
         make_runner_factory("m", "/nowhere", **{setting: value})

@@ -40,7 +40,7 @@ def vectors(runner: Any, *texts: str, **fields: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("prompt", [None, "query"])
-def test_a11_nvembed_equals_the_published_formula(
+def test_nvembed_equals_the_published_formula(
     runner: Any, folder: Path, prompt: str | None
 ) -> None:
     """A11, A14: bidirectional without a window, latent attention, masked instruction, one end token."""
@@ -54,7 +54,7 @@ def test_a11_nvembed_equals_the_published_formula(
     assert list(item.input_ids).count(end) == 1 and item.input_ids[-1] == end
 
 
-def test_a06_the_same_bytes_alone_and_in_any_batch(runner: Any) -> None:
+def test_the_same_bytes_alone_and_in_any_batch(runner: Any) -> None:
     """A06: latent attention and packing do not meet."""
     assert runner.info.packed and runner.info.attention == "sdpa"
     assert runner.info.linears == "onednn-prepacked"

@@ -60,7 +60,7 @@ def test_the_contract_is_that_of_every_runner(static: Any) -> None:
     static_again.close()
 
 
-def test_a01_a07_order_and_bits_do_not_depend_on_the_batch(static: Any) -> None:
+def test_order_and_bits_do_not_depend_on_the_batch(static: Any) -> None:
     """A01, A06, A07: equal bytes alone and among others; result i belongs to input i."""
     items = encode(static, ["hello world", "kafka", "river " * 300, "hello world", "red"]).items
     alone = [forward(static, [item])[0].dense.tobytes() for item in items]
@@ -91,7 +91,7 @@ def test_bad_rows_fail_alone(static: Any) -> None:
     assert first.dense.tobytes() == last.dense.tobytes()
 
 
-def test_b10_empty_and_unknown_texts_are_errors_of_their_own(static: Any) -> None:
+def test_empty_and_unknown_texts_are_errors_of_their_own(static: Any) -> None:
     """B10, B11: model2vec drops unknown tokens, so a text of nothing else holds no token."""
     encoded = encode(static, ["hello", "", "  ", "qwertz", "hello qwertz"])
     kinds = [isinstance(item, EmptyInput) for item in encoded.items]
@@ -99,7 +99,8 @@ def test_b10_empty_and_unknown_texts_are_errors_of_their_own(static: Any) -> Non
     assert encoded.items[4].input_ids.tolist() == encoded.items[0].input_ids.tolist()
 
 
-def test_b03_b05_the_limit_is_model2vecs_own(static: Any) -> None:
+def test_the_limit_is_model2vecs_own(static: Any) -> None:
+    """B03, B05."""
     texts = ["red " * n for n in (511, 512, 513)]
     items = encode(static, texts).items
     assert [getattr(item, "n_tokens", None) for item in items] == [511, 512, None]
@@ -120,7 +121,8 @@ def test_long_items_are_gathered_in_chunks(tmp_path: Path) -> None:
     assert np.abs(got - want / np.linalg.norm(want)).max() <= 1e-6
 
 
-def test_a03_a_table_with_nan_names_no_value(tmp_path: Path) -> None:
+def test_a_table_with_nan_names_no_value(tmp_path: Path) -> None:
+    """A03."""
     folder = write_static(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings"][7] = np.nan
@@ -140,7 +142,7 @@ def test_a_zero_vector_stays_zero(tmp_path: Path) -> None:
     assert not forward(runner, [EncodedItem(np.array([7], np.int32))])[0].dense.any()
 
 
-def test_a08_a09_dimensions(static: Any) -> None:
+def test_a_static_vector_is_cut_then_normalised(static: Any) -> None:
     """A08, A09: the renormalised prefix, or a refusal that names the sizes."""
     full = forward(static, encode(static, TEXTS[:3]).items)
     cut = forward(static, encode(static, TEXTS[:3], dimensions=4).items)

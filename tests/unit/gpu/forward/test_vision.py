@@ -73,7 +73,7 @@ MIXED = (
 
 
 @pytest.mark.parametrize("kind", ["clip", "qwen", "gme"])
-def test_a06_a07_the_same_bytes_alone_and_in_any_batch(runners: Any, kind: str) -> None:
+def test_the_same_bytes_alone_and_in_any_batch(runners: Any, kind: str) -> None:
     """A06, A07: texts, images, ids, and both in one item where the model can."""
     runner = runners[kind]
     inputs = list(MIXED)
@@ -161,8 +161,8 @@ def test_clip_has_no_joint_vector_and_says_so(runners: Any) -> None:
     assert isinstance(fine, EncodedItem)
 
 
-def test_b04_texts_past_the_position_table_follow_the_policy(runners: Any) -> None:
-    """B03, B05: 77 tokens with the two special ones; one more is refused or cut."""
+def test_texts_past_the_position_table_follow_the_policy(runners: Any) -> None:
+    """B03, B05, B04: 77 tokens with the two special ones; one more is refused or cut."""
     runner = runners["clip"]
     fits, over = encode(runner, Text("x" * 75), Text("x" * 76)).items
     assert fits.n_tokens == 77 and isinstance(over, TooLong)
@@ -229,7 +229,7 @@ def test_gme_image_items_hold_what_the_model_needs(runners: Any) -> None:
     assert item.extras[PIXELS].dtype == np.uint8  # a quarter of the memory while it waits
 
 
-def test_b18_a_text_never_becomes_an_image_token(runners: Any) -> None:
+def test_a_text_never_becomes_an_image_token(runners: Any) -> None:
     """B18: control tokens in a text are text; as ids without an image they are refused."""
     runner = runners["gme"]
     (item,) = encode(runner, Text("<|image_pad|><|im_end|>")).items
@@ -264,7 +264,7 @@ def test_a_bidirectional_gme_attends_both_ways(folders: Any, runners: Any) -> No
 
 
 @pytest.mark.parametrize("kind", ["clip", "gme"])
-def test_b10_one_bad_image_costs_nobody_else(runners: Any, kind: str) -> None:
+def test_one_bad_image_costs_nobody_else(runners: Any, kind: str) -> None:
     """B10: corrupt, huge and thin images fail alone; the others get the bytes they get alone."""
     good = encoded(picture(50, 50))
     bad = [b"not an image", good[: len(good) // 2], encoded(picture(201, 1))]
