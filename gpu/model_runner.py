@@ -7,63 +7,44 @@ What must stay true: as in `gpu.runner`; a model answers only after its self-che
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gpu.answer.chunks import in_chunks
 from gpu.answer.heads import scored
 from gpu.answer.outputs import Outputs
-from gpu.batch import Encoder, ItemOutcome, PackedBatch
-from gpu.device.pick import pick_device, pick_dtype
+from gpu.batch import ItemOutcome, PackedBatch
 from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
 from gpu.forward.checked import CheckedModel, load_checked
 from gpu.forward.packed import PackedForward
 from gpu.pooler import segments_of
-from gpu.runner import BaseRunner, OnPhase, silent
-from gpu.settings import ModelSettings
+from gpu.runner import BaseRunner, OnPhase
 
 
 class ModelRunner(BaseRunner):
-    """Implements `gpu.batch.Runner` on transformers classes.
-
-    Raises `ModelLoadError` when the model cannot be served: bad weights, a failed self-check, or a
-    warm-up that does not fit into memory.
-    """
+    """Implements `gpu.batch.Runner` on transformers classes."""
 
     weights = ("_forward", "_head", "_sharing", "_outputs")
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        settings: ModelSettings,
-        encoder: Encoder,
-        *,
-        name: str,
-        prepack: bool = True,
-        on_phase: OnPhase = silent,
-    ) -> None:
-        device = pick_device(settings.device)
-        dtype = pick_dtype(settings.dtype, device)
-        super().__init__(spec, settings, encoder, name=name, device=device, dtype=dtype)
-        speed.check_possible(settings.speed, device=device, dtype=dtype, prepack=prepack)
-        backends = self._backends()
-        on_phase("loading weights")
+    def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
+        spec, settings, on_cpu = self.spec, self.settings, self.device.type == "cpu"
+        speed.check_possible(settings.speed, device=self.device, dtype=self.dtype, prepack=prepack)
         checked = load_checked(
             spec, settings,
-            name=name, device=device, dtype=dtype, prepack=prepack, backends=backends,
-            max_batch_tokens=self.budget, on_phase=on_phase,
+            name=self.name, device=self.device, dtype=self.dtype, prepack=prepack,
+            backends=self._backends(), max_batch_tokens=self.budget, on_phase=on_phase,
         )  # fmt: skip
         self._forward, self._head, self._sharing = checked.forward, checked.head, checked.sharing
         self._outputs = Outputs(
             spec,
             checked.loaded.model,
-            device=device,
+            device=self.device,
             allow_pickle=settings.allow_pickle,
-            prepack=device.type == "cpu" and prepack,
+            prepack=on_cpu and prepack,
         )
-        self.info = self._describe(**_found(checked))
-        on_phase("warming up")
-        self._warm_up()
+        return _found(spec, checked)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
@@ -88,7 +69,7 @@ class ModelRunner(BaseRunner):
         return outcomes
 
 
-def _found(checked: CheckedModel) -> dict[str, object]:
+def _found(spec: ModelSpec, checked: CheckedModel) -> dict[str, Any]:
     """Fields of `ModelInfo` that the load told."""
     linears, notes = checked.linears, list(checked.notes)
     if not checked.finding.bit_exact:
@@ -96,7 +77,8 @@ def _found(checked: CheckedModel) -> dict[str, object]:
     if linears.unstable:
         shapes = ", ".join(f"{o}x{i}" for o, i in linears.unstable)
         notes.append(f"linears of shape {shapes} depend on the number of rows")
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
+        "architecture": spec.architecture or type(checked.loaded.model).__name__,
         "packed": isinstance(checked.forward, PackedForward),
         "attention": "+".join(checked.finding.attention) or "transformers",
         "linears": linears.name,

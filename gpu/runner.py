@@ -25,7 +25,7 @@ from gpu.batch import (
     PackedBatch,
     pack,
 )
-from gpu.device.pick import DTYPES
+from gpu.device.pick import DTYPES, pick_device, pick_dtype
 from gpu.faults import ModelLoadError, as_runner_error
 from gpu.folder.spec import ModelSpec
 from gpu.settings import ModelSettings
@@ -38,14 +38,17 @@ OnPhase = Callable[[str], None]
 """Told how far a load is."""
 
 
-def silent(phase: str) -> None:
+def _silent(phase: str) -> None:
     """Progress that nobody asked for."""
 
 
 class BaseRunner(ABC):
-    """Implements `gpu.batch.Runner` around `_compute`. A subclass sets `info`, with `_describe`."""
+    """Implements `gpu.batch.Runner` around a subclass's `_load` and `_compute`.
 
-    info: ModelInfo
+    Raises `ModelLoadError` when the model cannot be served: settings that do not fit it, bad weights, a
+    failed self-check, or a warm-up that does not fit into memory.
+    """
+
     weights: tuple[str, ...] = ()
     """Attributes that `close` drops."""
 
@@ -56,12 +59,25 @@ class BaseRunner(ABC):
         encoder: Encoder,
         *,
         name: str,
-        device: torch.device,
-        dtype: torch.dtype,
+        prepack: bool = True,
+        on_phase: OnPhase = _silent,
     ) -> None:
         self.spec, self.settings, self.encoder, self.name = spec, settings, encoder, name
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype = self._where()
         self._vocab_size = int(spec.config["vocab_size"])
+        on_phase("loading weights")
+        self.info = self._describe(self._load(prepack, on_phase))
+        on_phase("warming up")
+        self._warm_up()
+
+    def _where(self) -> tuple[torch.device, torch.dtype]:
+        """Where and in what it computes, as the settings say."""
+        device = pick_device(self.settings.device)
+        return device, pick_dtype(self.settings.dtype, device)
+
+    @abstractmethod
+    def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
+        """Load and check the model. Returns fields of `ModelInfo` that only the load could tell."""
 
     @property
     def budget(self) -> int:
@@ -150,8 +166,8 @@ class BaseRunner(ABC):
         except ValueError as error:
             raise ModelLoadError(f"model {self.name}: {error}") from error
 
-    def _describe(self, **found: Any) -> ModelInfo:
-        """found: fields of `ModelInfo` that the load told, on top of what folder and settings say."""
+    def _describe(self, found: dict[str, Any]) -> ModelInfo:
+        """found: what the load told, on top of what folder and settings say."""
         spec, multivector = self.spec, self.spec.multivector
         known: dict[str, Any] = {
             "name": self.name,

@@ -8,7 +8,8 @@ library does with it (end token, chat template) is settled here, once, and said 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ from gpu.folder.rerankers import rendered
 from gpu.folder.spec import ModelSpec
 
 
-def load_encoder(
-    spec: ModelSpec, *, empty_input: EmptyPolicy = "error", trust_remote_code: bool = False
-) -> TextEncoder:
-    """The folder's fast tokenizer, exactly as transformers builds it, and never from the network.
+def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any:
+    """transformers' tokenizer of the folder, a fast one, never from the network.
 
     Raises `ModelLoadError` when there is none.
     """
@@ -34,16 +33,31 @@ def load_encoder(
     if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
         # transformers would build an empty tokenizer for some model types, without a word.
         raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
-    try:
-        outer = AutoTokenizer.from_pretrained(
+    with unusable(spec, "no usable tokenizer"):
+        found = AutoTokenizer.from_pretrained(
             str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code
         )
+    if getattr(found, "backend_tokenizer", None) is None:
+        raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
+    return found
+
+
+@contextmanager
+def unusable(spec: ModelSpec, what: str) -> Iterator[None]:
+    """What transformers raises for a broken folder becomes a `ModelLoadError` of one line."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().split("\n")[0][:300]
-        raise ModelLoadError(f"{spec.transformer}: no usable tokenizer: {first_line}") from error
-    fast = getattr(outer, "backend_tokenizer", None)
-    if fast is None:
-        raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
+        raise ModelLoadError(f"{spec.transformer}: {what}: {first_line}") from error
+
+
+def load_encoder(
+    spec: ModelSpec, *, empty_input: EmptyPolicy = "error", trust_remote_code: bool = False
+) -> TextEncoder:
+    """The encoder of a text model. Raises `ModelLoadError` when its tokenizer cannot serve it."""
+    outer = folder_tokenizer(spec, trust_remote_code=trust_remote_code)
+    fast = outer.backend_tokenizer
     always = spec.model_type == NVEMBED
     if (spec.family.causal or always) and (
         note := _close_with_end_token(fast, spec.transformer, always=always)

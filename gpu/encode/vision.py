@@ -18,9 +18,9 @@ import numpy as np
 
 from gpu.batch import EncodedItem, Int32
 from gpu.encode.images import ImageLimits, open_image, require_pillow
+from gpu.encode.load import folder_tokenizer, unusable
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
-from gpu.folder.fingerprint import TOKENIZER_FILES
 from gpu.folder.spec import ModelSpec
 from gpu.folder.vision import CLIP, GME, GME_IMAGE_TOKENS
 from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
@@ -289,16 +289,9 @@ def load_vision_encoder(
 ) -> TextEncoder:
     """The folder's tokenizer and image preprocessing. Raises `ModelLoadError`."""
     require_pillow()
-    from transformers import AutoTokenizer
-
-    if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
-    try:
-        outer = AutoTokenizer.from_pretrained(str(spec.transformer), local_files_only=True)
+    outer = folder_tokenizer(spec)
+    with unusable(spec, "no usable image preprocessing"):
         processor = _processor(spec)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first_line = str(error).strip().split("\n")[0][:300]
-        raise ModelLoadError(f"{spec.transformer}: not usable: {first_line}") from error
     made = ClipEncoder if spec.model_type == CLIP else GmeEncoder
     return made(
         spec, outer.backend_tokenizer, processor=processor, limits=limits, empty_input=empty_input

@@ -69,7 +69,6 @@ def load_checked(
     """Raises `ModelLoadError` when the weights do not fit or no forward reproduces transformers."""
 
     def attempt(prepacked: bool) -> CheckedModel:
-        on_phase("loading weights")
         loaded = load_model(
             spec,
             dtype=dtype,

@@ -38,41 +38,33 @@ def pick_forward(
 
     native: transformers' own attention implementation for the padded one.
     """
-    switch = length_dependent(loaded.config.to_dict())
-    token_types = int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1
+    rope = length_dependent(loaded.config.to_dict())
+    split: dict[str, Any] = {} if rope is None else {"rope": rope}
+    common: dict[str, Any] = {
+        "device": device,
+        "token_types": int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1,
+    }
     reason = spec.family.padded_because
     if reason is None and not hasattr(loaded.model, "set_attn_implementation"):
         reason = "its code has no attention interface"
     if reason is None:
         register()
         loaded.model.set_attn_implementation(NAME)  # type: ignore[operator]
-        packed_fields: dict[str, Any] = {
-            "device": device,
-            "position_offset": spec.position_offset,
-            "token_types": token_types,
-            "backends": backends,
-        }
-        packed: PackedForward
-        if switch is None:
-            packed = PackedForward(loaded.base, **packed_fields)
-        else:
-            packed = RopePackedForward(loaded.base, **packed_fields).split_by(*switch)
+        packed = (PackedForward if rope is None else RopePackedForward)(
+            loaded.base, position_offset=spec.position_offset, backends=backends, **common, **split
+        )
         finding = check_forward(packed, batch, reference, int(loaded.config.num_hidden_layers))
         if finding.reason is None:
             return packed, finding
         reason = finding.reason
         loaded.model.set_attn_implementation(native)  # type: ignore[operator]
-    padded_fields: dict[str, Any] = {
-        "device": device,
-        "pad_token_id": int(getattr(loaded.config, "pad_token_id", None) or 0),
-        "max_tokens": spec.max_tokens,
-        "token_types": token_types,
-    }
-    padded: PaddedForward
-    if switch is None:
-        padded = PaddedForward(loaded.base, **padded_fields)
-    else:
-        padded = RopePaddedForward(loaded.base, **padded_fields).split_by(*switch)
+    padded = (PaddedForward if rope is None else RopePaddedForward)(
+        loaded.base,
+        pad_token_id=int(getattr(loaded.config, "pad_token_id", None) or 0),
+        max_tokens=spec.max_tokens,
+        **common,
+        **split,
+    )
     notes.append(f"runs padded, not packed: {reason}")
     return padded, check_forward(padded, batch, reference, 0)
 

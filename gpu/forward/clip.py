@@ -9,36 +9,19 @@ every image is a call of its own, so that its bits do not depend on how many cam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.encode.vision import PIXELS
-from gpu.folder.spec import ModelSpec
-from gpu.forward.pixels import Pixels
+from gpu.forward.towers import Towers
 
 
-class ClipTowers:
-    """Implements `gpu.forward.vision.Towers`."""
+class ClipTowers(Towers):
+    """A text tower and a vision tower, each with its projection."""
 
-    modalities: tuple[str, ...] = ("text", "image")
-
-    def __init__(
-        self,
-        model: Any,
-        spec: ModelSpec,
-        device: torch.device,
-        backends: Sequence[AttentionBackend],
-    ) -> None:
-        self._model, self._spec, self._device = model, spec, device
-        self._backends = tuple(backends)
-        self._n_layers = int(model.config.text_config.num_hidden_layers)
-        self._pixels = Pixels(spec.config["preprocessing"], device)
-        self.attention: set[str] = set()
-        model.set_attn_implementation("sdpa")
+    modalities = ("text", "image")
 
     def probes(self) -> list[EncodedItem]:
         rng = np.random.default_rng(0)
@@ -65,9 +48,6 @@ class ClipTowers:
         out: torch.Tensor = self._model.get_text_features(input_ids=ids).pooler_output[0]
         return out
 
-    def use_packed(self) -> None:
-        self._model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
-
     def vectors(self, batch: PackedBatch) -> torch.Tensor:
         images = [row for row, item in enumerate(batch.items) if PIXELS in item.extras]
         texts = [row for row, item in enumerate(batch.items) if PIXELS not in item.extras]
@@ -90,17 +70,11 @@ class ClipTowers:
         embeddings = tower.embeddings
         states = embeddings.token_embedding(self._row(batch.input_ids))
         states = states + embeddings.position_embedding(self._row(batch.positions))
-        with packed_context(batch, self._device, self._backends) as context:
+        with self._attending(batch):
             states = tower.encoder(
                 inputs_embeds=states, attention_mask=None, is_causal=True
             ).last_hidden_state
-        if context.calls != self._n_layers:
-            raise AttentionError(
-                f"attention was reached {context.calls} times in {self._n_layers} layers"
-            )
-        self.attention |= set(context.served_by.values())
-        ends = torch.from_numpy(batch.cu_seqlens[1:].astype(np.int64)).to(self._device) - 1
-        last = tower.final_layer_norm(states[0][ends])
+        last = tower.final_layer_norm(states[0][self._ends(batch)])
         out: torch.Tensor = self._model.text_projection(last)
         return out
 
@@ -113,6 +87,3 @@ class ClipTowers:
             values = self._pixels(pixels)
             parts.append(self._model.get_image_features(pixel_values=values).pooler_output)
         return torch.cat(parts)
-
-    def _row(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self._device)

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu.attention import NAME, AttentionBackend, AttentionError, packed_context
+from gpu.attention import AttentionBackend
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.encode.vision import GRID, PIXELS, POSITIONS, rope_positions
 from gpu.folder.spec import ModelSpec
-from gpu.forward.pixels import Pixels
+from gpu.forward.towers import Towers
 
 
-class Qwen2VlTower:
-    """Implements `gpu.forward.vision.Towers`."""
+class Qwen2VlTower(Towers):
+    """A language model that reads both, and the vision tower before it."""
 
-    modalities: tuple[str, ...] = ("text", "image", "text and image")
+    modalities = ("text", "image", "text and image")
 
     def __init__(
         self,
@@ -34,19 +34,14 @@ class Qwen2VlTower:
         device: torch.device,
         backends: Sequence[AttentionBackend],
     ) -> None:
-        self._model, self._spec, self._device = model, spec, device
-        self._backends = tuple(backends)
+        super().__init__(model, spec, device, backends)
         config = model.config
-        self._n_layers = int(config.text_config.num_hidden_layers)
         self._image_id = int(config.image_token_id)
         self._merge = int(config.vision_config.spatial_merge_size)
         self._frames = int(config.vision_config.temporal_patch_size)
-        self._pixels = Pixels(spec.config["preprocessing"], device)
-        self.attention: set[str] = set()
         causal = spec.causal if spec.causal is not None else spec.config.get("is_causal")
         if causal is not None:
             config.text_config.is_causal = bool(causal)
-        model.set_attn_implementation("sdpa")
 
     def probes(self) -> list[EncodedItem]:
         rng = np.random.default_rng(0)
@@ -84,9 +79,6 @@ class Qwen2VlTower:
         out: torch.Tensor = self._model(input_ids=ids, use_cache=False, **more).last_hidden_state
         return out[0, -1]
 
-    def use_packed(self) -> None:
-        self._model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
-
     def vectors(self, batch: PackedBatch) -> torch.Tensor:
         if batch.n_tokens == 1:  # see `gpu.forward.packed.PackedForward`
             return self.vectors(pack([*batch.items, *batch.items]))[:1]
@@ -99,7 +91,7 @@ class Qwen2VlTower:
             states = states.clone()
             states[0, places] = features
         positions = np.concatenate([_positions(item) for item in batch.items], axis=1)
-        with packed_context(batch, self._device, self._backends) as context:
+        with self._attending(batch):
             hidden = model.language_model(
                 input_ids=None,
                 inputs_embeds=states,
@@ -107,14 +99,7 @@ class Qwen2VlTower:
                 attention_mask=None,
                 use_cache=False,
             ).last_hidden_state
-        if context.calls != self._n_layers or context.masks_seen:
-            raise AttentionError(
-                f"attention was reached {context.calls} times in {self._n_layers} layers, "
-                f"{context.masks_seen} times with a mask"
-            )
-        self.attention |= set(context.served_by.values())
-        ends = torch.from_numpy(batch.cu_seqlens[1:].astype(np.int64)).to(self._device) - 1
-        return hidden[0][ends].float()
+        return hidden[0][self._ends(batch)].float()
 
     def _features(self, item: EncodedItem) -> torch.Tensor:
         """[n_image_tokens, hidden_size]. One image per call: the tower's convolution takes its patches as
@@ -128,9 +113,6 @@ class Qwen2VlTower:
         """[n_patches, 3 * frames * side * side] float32: the one frame of a picture, repeated."""
         still = self._pixels(item.extras[PIXELS])[:, :, None]
         return still.expand(-1, -1, self._frames, -1, -1).reshape(len(still), -1)
-
-    def _row(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).unsqueeze(0).to(self._device)
 
 
 def _positions(item: EncodedItem) -> np.ndarray:

@@ -23,15 +23,14 @@ from gpu.forward.packed import PackedForward, PaddedForward
 
 
 class RopePackedForward(PackedForward):
-    """Splits a pack so that no two items of one call need different frequencies."""
+    """Splits a pack so that no two items of one call need different frequencies.
 
-    kind: RopeKind
-    trained: int
+    rope: its kind, and the length up to which all items share frequencies.
+    """
 
-    def split_by(self, kind: RopeKind, trained: int) -> RopePackedForward:
-        """Set what to split by; returns itself."""
-        self.kind, self.trained = kind, trained
-        return self
+    def __init__(self, base: nn.Module, *, rope: tuple[RopeKind, int], **fields: Any) -> None:
+        super().__init__(base, **fields)
+        self.kind, self.trained = rope
 
     def run(
         self, batch: PackedBatch, multi_item: MultiItem | None = None
@@ -65,13 +64,9 @@ class RopePackedForward(PackedForward):
 class RopePaddedForward(PaddedForward):
     """Padded, with a padded length that never crosses what an item needs."""
 
-    kind: RopeKind
-    trained: int
-
-    def split_by(self, kind: RopeKind, trained: int) -> RopePaddedForward:
-        """Set what to split by; returns itself."""
-        self.kind, self.trained = kind, trained
-        return self
+    def __init__(self, base: nn.Module, *, rope: tuple[RopeKind, int], **fields: Any) -> None:
+        super().__init__(base, **fields)
+        self.kind, self.trained = rope
 
     def padded_length(self, length: int) -> int:
         """Padding up to the switch is harmless, past it not: positions of padding count too."""

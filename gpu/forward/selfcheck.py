@@ -74,39 +74,31 @@ def crosses_window(config: Any, batch: PackedBatch) -> bool:
     return all(w is None or batch.max_seqlen > int(w) for w in windows)
 
 
-@torch.inference_mode()
 def reference_states(base: nn.Module, batch: PackedBatch, device: torch.device) -> torch.Tensor:
     """[total_tokens, hidden_size]: each item alone through transformers' own forward."""
-    parts = [
-        base(input_ids=_ids(item, device), **fixed_arguments(base)).last_hidden_state[0]
-        for item in batch.items
-    ]
-    return torch.cat(parts)
+    return torch.cat([_alone(base, item, device).last_hidden_state[0] for item in batch.items])
 
 
-@torch.inference_mode()
 def reference_logits(model: nn.Module, batch: PackedBatch, device: torch.device) -> torch.Tensor:
     """[n_items, n_labels]: each item alone through the whole `*ForSequenceClassification`."""
-    parts = [
-        model(input_ids=_ids(item, device), **fixed_arguments(model)).logits[0]
-        for item in batch.items
-    ]
-    return torch.stack(parts)
+    return torch.stack([_alone(model, item, device).logits[0] for item in batch.items])
 
 
 MLM_PROBE_TOKENS = 64
 
 
-@torch.inference_mode()
 def reference_tokens(
     model: nn.Module, batch: PackedBatch, device: torch.device
 ) -> list[tuple[EncodedItem, torch.Tensor]]:
     """Short probes alone through the whole `*ForMaskedLM`, each with its [n_tokens, vocabulary]."""
-    return [
-        (item, model(input_ids=_ids(item, device), **fixed_arguments(model)).logits[0])
-        for item in batch.items
-        if item.n_tokens <= MLM_PROBE_TOKENS
-    ]
+    short = [item for item in batch.items if item.n_tokens <= MLM_PROBE_TOKENS]
+    return [(item, _alone(model, item, device).logits[0]) for item in short]
+
+
+@torch.inference_mode()
+def _alone(model: nn.Module, item: EncodedItem, device: torch.device) -> Any:
+    ids = torch.from_numpy(item.input_ids.astype(np.int64)).unsqueeze(0).to(device)
+    return model(input_ids=ids, **fixed_arguments(model))
 
 
 @torch.inference_mode()
@@ -122,10 +114,6 @@ def check_tokens(
         if found.reason is not None:
             return Finding(f"the masked-LM head is wrong: {found.reason}")
     return finding
-
-
-def _ids(item: EncodedItem, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(item.input_ids.astype(np.int64)).unsqueeze(0).to(device)
 
 
 @torch.inference_mode()

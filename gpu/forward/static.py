@@ -19,8 +19,7 @@ from gpu.faults import ModelLoadError, non_finite
 from gpu.folder.spec import ModelSpec
 from gpu.folder.static import MODEL2VEC
 from gpu.pooler import NORM_EPS
-from gpu.runner import BaseRunner
-from gpu.settings import ModelSettings
+from gpu.runner import BaseRunner, OnPhase
 from schemas.errors import EmbedstreamError
 
 BATCH_TOKENS = 16384  # a pack costs memory only for one item at a time
@@ -70,28 +69,25 @@ def _unknown_id(tokenizer: Any) -> int | None:
 
 
 class StaticRunner(BaseRunner):
-    """Implements `gpu.batch.Runner`. Always on the CPU, in fp32; safe from several threads at once.
-
-    Raises `ModelLoadError` when the tensors do not fit each other or the tokenizer.
-    """
+    """Implements `gpu.batch.Runner`. Always on the CPU, in fp32; safe from several threads at once."""
 
     weights = ("_table", "_weights", "_mapping")
 
-    def __init__(
-        self, spec: ModelSpec, settings: ModelSettings, encoder: StaticEncoder, *, name: str
-    ) -> None:
-        if settings.device not in ("auto", "cpu"):
+    def _where(self) -> tuple[torch.device, torch.dtype]:
+        device, dtype = self.settings.device, self.settings.dtype
+        if device not in ("auto", "cpu"):
             raise ModelLoadError(
-                f"model {name}: device = {settings.device!r}; a static model runs on the CPU"
+                f"model {self.name}: device = {device!r}; a static model runs on the CPU"
             )
-        if settings.dtype not in ("auto", "float32"):
+        if dtype not in ("auto", "float32"):
             raise ModelLoadError(
-                f"model {name}: dtype = {settings.dtype!r}; a static model computes in float32"
+                f"model {self.name}: dtype = {dtype!r}; a static model computes in float32"
             )
-        device, dtype = torch.device("cpu"), torch.float32
-        super().__init__(spec, settings, encoder, name=name, device=device, dtype=dtype)
-        self._table, self._weights, self._mapping = _load(spec)
-        self.info = self._describe(attention="none", linears="none")
+        return torch.device("cpu"), torch.float32
+
+    def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
+        self._table, self._weights, self._mapping = _read(self.spec)
+        return {"attention": "none", "linears": "none"}
 
     def _auto_budget(self) -> int:
         return BATCH_TOKENS
@@ -118,7 +114,7 @@ class StaticRunner(BaseRunner):
         return total / len(ids)
 
 
-def _load(
+def _read(
     spec: ModelSpec,
 ) -> tuple[npt.NDArray[Any], Float32 | None, npt.NDArray[np.int64] | None]:
     """(table [rows, dimensions] in its own dtype, weights [vocabulary], mapping [vocabulary])."""

@@ -7,88 +7,53 @@ transformers' own forward, and an item's bytes on the CPU in fp32 do not depend 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gpu.answer.outputs import dense_rows
 from gpu.attention import register
-from gpu.batch import EncodedItem, Encoder, ItemOutcome, ItemResult, PackedBatch, pack
+from gpu.batch import EncodedItem, ItemOutcome, ItemResult, PackedBatch, pack
 from gpu.device.linears import LinearReport
-from gpu.device.pick import pick_device, pick_dtype
 from gpu.device.staging import CopyOut
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError, non_finite
-from gpu.folder.spec import ModelSpec
 from gpu.folder.vision import CLIP
 from gpu.forward.checked import replace_linears
 from gpu.forward.clip import ClipTowers
 from gpu.forward.qwen2_vl import Qwen2VlTower
 from gpu.forward.selfcheck import compare
+from gpu.forward.towers import Towers
 from gpu.forward.weights import load_model
-from gpu.runner import BaseRunner, OnPhase, silent
-from gpu.settings import ModelSettings
+from gpu.runner import BaseRunner, OnPhase
 from schemas.errors import EmbedstreamError, InvalidRequest
 
 
-class Towers(Protocol):
-    """One model's way from items to vectors."""
-
-    modalities: tuple[str, ...]
-    attention: set[str]
-
-    def probes(self) -> list[EncodedItem]:
-        """Items of every modality and of different lengths, for the self-check."""
-        ...
-
-    def reference(self, item: EncodedItem) -> torch.Tensor:
-        """[dimensions]: one item alone, through transformers' own code."""
-        ...
-
-    def use_packed(self) -> None:
-        """From now on `vectors` may be called; `reference` no more."""
-        ...
-
-    def vectors(self, batch: PackedBatch) -> torch.Tensor:
-        """[n_items, dimensions] float32, one row per row of the batch, not normalised."""
-        ...
-
-
 class VisionRunner(BaseRunner):
-    """Implements `gpu.batch.Runner`. Raises `ModelLoadError` when the model cannot be served."""
+    """Implements `gpu.batch.Runner` over `gpu.forward.towers.Towers`."""
 
     weights = ("_towers",)
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        settings: ModelSettings,
-        encoder: Encoder,
-        *,
-        name: str,
-        prepack: bool = True,
-        on_phase: OnPhase = silent,
-    ) -> None:
-        device = pick_device(settings.device)
-        dtype = pick_dtype(settings.dtype, device)
-        super().__init__(spec, settings, encoder, name=name, device=device, dtype=dtype)
-        on_phase("loading weights")
-        loaded = load_model(spec, dtype=dtype, device=device, allow_pickle=settings.allow_pickle)
+    def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
+        loaded = load_model(
+            self.spec,
+            dtype=self.dtype,
+            device=self.device,
+            allow_pickle=self.settings.allow_pickle,
+        )
         made = ClipTowers if self._towers_apart else Qwen2VlTower
-        self._towers: Towers = made(loaded.model, spec, device, self._backends())
+        self._towers: Towers = made(loaded.model, self.spec, self.device, self._backends())
         on_phase("checking")
         linears, bit_exact = self._check(loaded.model, prepack)
-        notes = (*spec.notes, *loaded.notes)
+        notes = (*self.spec.notes, *loaded.notes)
         if not bit_exact:
             notes = (*notes, "vectors depend on their neighbours in the last digits")
-        self.info = self._describe(
-            modalities=self._towers.modalities,
-            attention="+".join(sorted(self._towers.attention)) or "transformers",
-            linears=linears.name,
-            notes=notes,
-        )
-        on_phase("warming up")
-        self._warm_up()
+        return {
+            "modalities": self._towers.modalities,
+            "attention": "+".join(sorted(self._towers.attention)) or "transformers",
+            "linears": linears.name,
+            "notes": notes,
+        }
 
     def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
         rows = range(batch.n_items)
