@@ -40,11 +40,9 @@ class RunnerFactory:
 
     def thread_init(self) -> None:
         """Run once by every executor thread before its first job."""
-        import torch
+        from gpu.device.pick import init_executor_thread
 
-        # Threads share the cores, and two that spin inside one OpenMP region collapse as soon as
-        # anything else wants a core.
-        torch.set_num_threads(1)
+        init_executor_thread()
 
     def __call__(self) -> Runner:
         """The runner. Raises `ModelLoadError`. One load at a time in a process."""

@@ -1,6 +1,6 @@
-"""Where and in what a model computes, as the settings say.
+"""Where, in what and with how many threads a model computes.
 
-Who calls it: `gpu.load`'s runners at load; `pipeline.model_pool`, to count executor threads.
+Who calls it: the runners at load; `gpu.load` for executor threads; `pipeline.model_pool`, to count them.
 """
 
 from __future__ import annotations
@@ -39,3 +39,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype = {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def init_executor_thread() -> None:
+    """One intra-op thread for the calling executor thread: several of them share the cores, and two
+    threads spinning inside one OpenMP region collapse as soon as anything else wants a core."""
+    torch.set_num_threads(1)

@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """The executor's habit, and the only setting under which bits are promised."""
-    from gpu.model_runner import init_executor_thread
+    from gpu.device.pick import init_executor_thread
 
     init_executor_thread()

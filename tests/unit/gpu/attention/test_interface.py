@@ -245,12 +245,15 @@ class TestLayerKind:
         assert (layer.n_heads, layer.n_kv_heads) == (8, 2)
 
     def test_sinks_are_refused(self) -> None:
-        with pytest.raises(AttentionError, match="sinks"):
+        with packed_context([0, 6], "cpu"), pytest.raises(AttentionError, match="sinks"):
             attention(Module(True), *call(), None, s_aux=torch.zeros(4))
 
     def test_other_value_heads_are_refused(self) -> None:
         q, k, v = call()
-        with pytest.raises(AttentionError, match="value heads of 16"):
+        with (
+            packed_context([0, 6], "cpu"),
+            pytest.raises(AttentionError, match="value heads of 16"),
+        ):
             attention(Module(True), q, k, v[..., :16])
 
 
