@@ -1,0 +1,159 @@
+"""Arguments of a call -> a request of the wire contract.
+
+Who calls it: `AsyncClient`.
+What must stay true: what cannot be an item is refused here, with its path, before anything is sent;
+values are judged by the service alone, so that there is one set of rules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+from ._wire.errors import InvalidRequest
+from ._wire.requests import (
+    Aggregate,
+    Document,
+    DType,
+    Image,
+    Item,
+    Lane,
+    Output,
+    Text,
+    TokenIds,
+    Truncate,
+)
+
+if TYPE_CHECKING:
+    ItemInput: TypeAlias = str | Mapping[str, Any] | Sequence[int]
+    EmbedInput: TypeAlias = ItemInput | Sequence[ItemInput]
+    DocumentInput: TypeAlias = str | Mapping[str, Any]
+
+
+class CommonOptions(TypedDict, total=False):
+    """What every task takes."""
+
+    model: str | None
+    truncate: Truncate
+    priority: Lane | None
+    metadata: dict[str, Any] | None
+    traceparent: str | None
+
+
+class EmbedOptions(CommonOptions, total=False):
+    """What `embed` takes; docs/wire-format.md says what each means."""
+
+    dimensions: int | None
+    normalize: bool | None
+    dtype: DType
+    outputs: Sequence[Output]
+    aggregate: Aggregate | None
+    chunk_tokens: int | None
+    prompt_name: str | None
+    prompt: str | None
+
+
+class ClassifyOptions(CommonOptions, total=False):
+    """What `classify` takes."""
+
+    raw_scores: bool
+    prompt_name: str | None
+    prompt: str | None
+
+
+class ScoreOptions(CommonOptions, total=False):
+    """What `score` takes."""
+
+    raw_scores: bool
+    instruction: str | None
+
+
+class RerankOptions(ScoreOptions, total=False):
+    """What `rerank` takes."""
+
+    top_n: int | None
+    sort: bool
+
+
+Task = Literal["embed", "rerank", "classify", "score"]
+
+
+def items(given: EmbedInput) -> tuple[Item, ...]:
+    """The items of `input`: one text, token ids or image, or a sequence of them.
+
+    Raises `InvalidRequest` with the path of what is none.
+    """
+    if isinstance(given, str | Mapping):
+        return (_item(given, "$.input"),)
+    given = _sequence(given, "$.input")
+    if given and all(_is_int(one) for one in given):
+        return (_item(given, "$.input"),)
+    return tuple(_item(one, f"$.input[{i}]") for i, one in enumerate(given))
+
+
+def documents(given: Sequence[DocumentInput]) -> tuple[Document, ...]:
+    """The documents of a rerank or score request: texts, or maps with `text` and `id`."""
+    if isinstance(given, str):
+        raise InvalidRequest("documents must be a list of texts, not one text", path="$.documents")
+    return tuple(
+        _document(one, f"$.documents[{i}]") for i, one in enumerate(_sequence(given, "$.documents"))
+    )
+
+
+def text(given: object, path: str) -> str:
+    if not isinstance(given, str):
+        raise InvalidRequest(f"expected a text, got {type(given).__name__}", path=path)
+    return given
+
+
+def _item(given: object, path: str) -> Item:
+    if isinstance(given, str):
+        return Text(given)
+    if isinstance(given, Mapping):
+        unknown = sorted(str(name)[:64] for name in given if name not in ("text", "image"))
+        if unknown:
+            raise InvalidRequest("unknown field", path=f"{path}.{unknown[0]}")
+        image, words = given.get("image"), given.get("text")
+        if image is None:
+            return Text(text(words, f"{path}.text"))
+        if not isinstance(image, bytes):
+            raise InvalidRequest("an image is the bytes of its file", path=f"{path}.image")
+        return Image(image, None if words is None else text(words, f"{path}.text"))
+    ids = _sequence(given, path)
+    if not all(_is_int(one) for one in ids):
+        raise InvalidRequest("expected a text, token ids or an image", path=path)
+    return TokenIds(tuple(operator.index(one) for one in ids))
+
+
+def _document(given: object, path: str) -> Document:
+    if isinstance(given, Mapping):
+        unknown = sorted(str(name)[:64] for name in given if name not in ("text", "id"))
+        if unknown:
+            raise InvalidRequest("unknown field", path=f"{path}.{unknown[0]}")
+        own = given.get("id")
+        return Document(
+            text(given.get("text"), f"{path}.text"),
+            None if own is None else text(own, f"{path}.id"),
+        )
+    return Document(text(given, path))
+
+
+def _is_int(given: object) -> bool:
+    if isinstance(given, bool | str | bytes):
+        return False
+    try:
+        operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _sequence(given: object, path: str) -> Sequence[Any]:
+    """A list of anything that can be walked through, numpy arrays and generators included."""
+    if isinstance(given, bytes | bytearray | Mapping | str):
+        raise InvalidRequest(f"expected a list, got {type(given).__name__}", path=path)
+    try:
+        return list(given)  # type: ignore[call-overload, no-any-return]
+    except TypeError:
+        raise InvalidRequest(f"expected a list, got {type(given).__name__}", path=path) from None
