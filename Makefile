@@ -29,16 +29,16 @@ $(BIN)/python:
 	@rm -f $(DEMO_STAMP) $(DEV_STAMP) $(BENCH_STAMP)
 	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
 
-$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[demo]' -c constraints.txt
+$(DEMO_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[demo]' -c constraints.txt
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' -c constraints.txt
+$(DEV_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[dev]' -c constraints.txt
 	@touch $@ $(DEMO_STAMP)
 
-$(BENCH_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[bench]' -c constraints.txt
+$(BENCH_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[bench]' -c constraints.txt
 	@touch $@ $(DEMO_STAMP) $(DEV_STAMP)
 
 demo: $(DEMO_STAMP)

@@ -14,7 +14,7 @@ import pytest
 
 from embedstream_client import AsyncClient, Client, NoReply, Unreachable
 from embedstream_client.errors import RecordTooLarge
-from pipeline.telemetry import PrometheusMetrics
+from pipeline.observe.metrics import PrometheusMetrics
 from tests.support.client import embed_reply, service, until, waiting_for
 from tests.support.fakes import FakeRunner, fake_ids, fake_vector
 from tests.support.servers import ServerInfo, kafka_ladder, unique

@@ -32,7 +32,7 @@ from embedstream_client.errors import (
     TooLong,
 )
 from gpu.batch import PackedBatch
-from pipeline.telemetry import PrometheusMetrics
+from pipeline.observe.metrics import PrometheusMetrics
 from tests.support.client import ScriptedService, embed_reply, failure, service, until, waiting_for
 from tests.support.fakes import FakeRunner, fake_ids, fake_vector
 from tests.support.killable import Proxy
