@@ -63,6 +63,14 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert option in options, f"{page.name}: {line}"
 
 
+def test_files_that_the_guides_name_exist() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    files = re.findall(r"`((?:gpu|actors|pipeline|tests|docs)/[A-Za-z_/.*]*)`", guide)
+    assert len(files) > 15
+    for file in files:
+        assert list(ROOT.glob(file)) or "KIND" in file, file
+
+
 def test_files_of_the_idea_table_exist() -> None:
     table = README[README.index("| idea | file |") :]
     files = re.findall(r"`([a-z_]+/[^`]*)`", table)
