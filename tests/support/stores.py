@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.local.servers import LocalServer
+from pipeline.local.server import LocalServer
 from tests.support.servers import _started
 
 
