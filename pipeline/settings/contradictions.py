@@ -111,7 +111,7 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
                 "each would get a part of the requests",
                 "give one of them another group or topic, or remove one route",
             )
-    yield from _loops(options)
+    yield from _loops(settings, options)
     yield from _destination_problems(settings, reads)
     budget_s = settings.lifecycle.drain_budget_s
     for i, option in options:
@@ -125,11 +125,14 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
             )
 
 
-def _loops(options: list[tuple[int, Options]]) -> Iterator[Problem]:
+def _loops(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[Problem]:
     """Replies or dead letters of one route that are requests of another."""
     reads = [(j, place) for j, option in options for place in option.consumes()]
     for i, option in options:
+        elsewhere = settings.routes[i].destination != REPLY
         for written in option.writes():
+            if elsewhere and not written.is_dead_letters:
+                continue
             for j, read in reads:
                 if i != j and written.same(read):
                     yield Problem(

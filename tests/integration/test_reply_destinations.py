@@ -12,6 +12,7 @@ import pytest
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, StopSignal
 from pipeline.settings.load import RouteSettings, Settings
+from pipeline.transports.registry import reach_destination
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.conformance.kafka_harness import KafkaHarness
@@ -53,6 +54,7 @@ def check(bodies: list[bytes], dead: Path) -> None:
 
 async def test_from_a_file_to_another_file(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
+    assert await reach_destination(f"file://{out}") == ()
     dead = await serve_file(tmp_path, f"file://{out}")
     check(out.read_bytes().splitlines(), dead)
 
@@ -76,6 +78,8 @@ async def test_from_a_file_to_redis(tmp_path: Path, redis_server: ServerInfo, ki
 async def test_from_a_file_to_kafka(tmp_path: Path, kafka_server: ServerInfo) -> None:
     harness = KafkaHarness(kafka_server)
     topic = f"answers.{uuid.uuid4().hex}"
+    notices = await reach_destination(f"kafka://{kafka_server.address}/{topic}")
+    assert next(n for n in notices if topic in n).startswith("reply topic")
     dead = await serve_file(tmp_path, f"kafka://{kafka_server.address}/{topic}?partitions=1")
     async with asyncio.timeout(20):
         bodies = await harness.replies(topic, lambda found: len(found) >= 2)

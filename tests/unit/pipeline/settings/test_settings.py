@@ -461,6 +461,16 @@ def test_a_destination_may_be_of_another_kind_than_the_source(destination: str) 
     assert settings.routes[0].destination == destination
 
 
+def test_the_default_reply_topic_of_a_route_whose_replies_go_elsewhere_may_be_read() -> None:
+    routes = {
+        "models.m.path": "x",
+        "routes.a.source": "kafka://h:1/q?reply_topic=answers",
+        "routes.b.source": "kafka://h:1/answers?group=other",
+    }
+    assert "reply_topic=answers" in refused(routes)
+    load({**routes, "routes.a.destination": "redis://h/list:a"}, {}, None)
+
+
 # --- printing --------------------------------------------------------------------------------------
 
 
