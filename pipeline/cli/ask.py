@@ -284,18 +284,10 @@ async def _open(command: AskCommand) -> AsyncIterator[_Ask]:
         asker = await open_asker(command.via)
     except (ConnectionError, ValueError) as error:
         raise OperatorError(f"--via: {error}") from None
-    failed: BaseException | None = None
-    async with asyncio.TaskGroup() as group:
-        reading = group.create_task(asker.run())
-        try:
-            yield asker
-        except Exception as error:  # noqa: BLE001  raised below, outside the TaskGroup
-            failed = error
-        finally:
-            reading.cancel()
-            await asker.aclose()
-    if failed is not None:
-        raise failed
+    try:
+        yield asker
+    finally:
+        await asker.aclose()
 
 
 class _InProcess:

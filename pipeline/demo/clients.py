@@ -1,8 +1,8 @@
-"""The demo's clients: what an application would write, with plain aiokafka and redis-py.
+"""The demo's clients: bulk over Kafka with plain aiokafka, questions over Redis with the light client.
 
 Who calls it: `pipeline.demo.run`.
 What must stay true: nothing here knows the service beyond the wire contract (topic and stream names,
-msgpack records, the reply's key); every wait has a bound; no task outlives the call that started it.
+msgpack records); every wait has a bound; no task outlives the call that started it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import redis.asyncio as redis
+import msgspec
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
+
+from embedstream_client import AsyncClient, parse_url
 
 _POLL_MS = 200
 _CONNECT_S = 15.0
@@ -106,28 +107,19 @@ class KafkaIndexer:
 
 
 class RedisAsker:
-    """One question at a time through a Redis stream; the answer arrives in a list of its own."""
+    """Questions through a Redis stream, by the light client."""
 
-    def __init__(self, url: str, *, stream: str, reply_list_prefix: str) -> None:
-        self._stream = stream
-        self._prefix = reply_list_prefix
-        # A blocking pop must end before the socket's own time-out, or it is retried and lost.
-        self._redis = redis.Redis.from_url(url, socket_timeout=None, socket_connect_timeout=5)
+    def __init__(self, url: str, *, stream: str) -> None:
+        self._client = AsyncClient(msgspec.structs.replace(parse_url(url), stream=stream))
 
     async def ask(self, request_id: str, record: bytes, *, timeout_s: float) -> bytes:
         """Send one record and wait for its reply. Raises `DemoBrokerError`."""
-        fields: dict[Any, Any] = {"data": record, "content-type": "application/msgpack"}
         try:
-            await self._redis.xadd(self._stream, fields)
-            answer = await self._redis.blpop([self._prefix + request_id], timeout=timeout_s)
-        except redis.RedisError as error:
+            bodies = await self._client.ask(record, request_id=request_id, timeout=timeout_s)
+        except (TimeoutError, ConnectionError) as error:
             raise DemoBrokerError(f"Redis: {error}") from error
-        if answer is None:
-            raise DemoBrokerError(f"no answer through Redis within {timeout_s:.0f} s")
-        value = answer[1]
-        return value if isinstance(value, bytes) else value.encode()
+        return bodies[0]
 
     async def aclose(self) -> None:
-        """Close the connection."""
-        with contextlib.suppress(redis.RedisError):
-            await self._redis.aclose()
+        """Close the connections."""
+        await self._client.aclose()

@@ -198,11 +198,7 @@ async def _clients(addresses: Addresses) -> AsyncIterator[Door]:
         request_topic=addresses.request_topic,
         reply_topic=addresses.reply_topic,
     )
-    asker = RedisAsker(
-        addresses.redis,
-        stream=addresses.request_stream,
-        reply_list_prefix=addresses.reply_list_prefix,
-    )
+    asker = RedisAsker(addresses.redis, stream=addresses.request_stream)
     try:
         await indexer.open()
         yield BrokerDoor(addresses, indexer, asker)

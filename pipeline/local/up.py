@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.panel import Panel
-from rich.syntax import Syntax
 
 from actors.ports import Metrics
 from pipeline.app import App
@@ -278,7 +277,9 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 async def main():
     producer = AIOKafkaProducer(bootstrap_servers="{kafka}")
-    replies = AIOKafkaConsumer("{reply_topic}", bootstrap_servers="{kafka}", auto_offset_reset="earliest")
+    replies = AIOKafkaConsumer(
+        "{reply_topic}", bootstrap_servers="{kafka}", auto_offset_reset="earliest"
+    )
     async with producer, replies:
         request = {{"id": "hello-1", "input": ["a text to embed", "and another"]}}
         await producer.send_and_wait("{request_topic}", msgpack.packb(request), key=b"hello-1")
@@ -289,21 +290,26 @@ async def main():
 asyncio.run(main())"""
 
 _RPC = """\
-import msgpack, redis
+from embedstream_client import Client
 
-r = redis.Redis.from_url("{redis}")
-request = {{"id": "ask-1", "query": "what is a deadlock?", "documents": ["two processes wait", "a dead key"]}}
-r.xadd("{request_stream}", {{"data": msgpack.packb(request)}})
-_, reply = r.blpop("{reply_list_prefix}ask-1", timeout=10)
-print(msgpack.unpackb(reply)["results"])"""
+client = Client.from_url("{redis}")
+documents = [
+    "A dead key on a keyboard changes the next letter.",
+    "A deadlock is when two processes wait for each other and neither can go on.",
+    "The deadline for the report is on Friday.",
+]
+for ranked in client.rerank("what is a deadlock?", documents):
+    print(f"{{ranked.score:.4f}}  {{ranked.document}}")"""
 
 
 def snippets(addresses: Addresses) -> dict[str, str]:
-    """Client code that works as it is: a Kafka producer and a Redis RPC, no SDK."""
+    """Code that works as it is: a plain Kafka producer, and a question through the light client."""
     values: dict[str, Any] = msgspec.structs.asdict(addresses)
     return {
         "embed over Kafka (pip install aiokafka msgpack)": _PRODUCER.format(**values),
-        "rerank over Redis (pip install redis msgpack)": _RPC.format(**values),
+        "rerank over Redis (pip install 'clients/python[redis]'; other ways: docs/web.md)": _RPC.format(
+            **values
+        ),
     }
 
 
@@ -324,4 +330,5 @@ def _print(console: Console, addresses: Addresses) -> None:
     )
     for title, code in snippets(addresses).items():
         console.print(f"[bold]{title}[/bold]")
-        console.print(Syntax(code, "python", background_color="default", word_wrap=True))
+        # Raw: a line that the console wrapped would be a syntax error once copied.
+        console.print(code, soft_wrap=True, markup=False, highlight=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from actors.ports import Metrics
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import ExitStatus, StopSignal
-from pipeline.settings import RouteSettings, Settings
+from pipeline.settings.load import RouteSettings, Settings
 from tests.support.fakes import FakeRunner
 
 
@@ -40,6 +40,35 @@ async def service(
         yield app
         stop.request("the test is over")
     assert running.result() is ExitStatus.OK
+
+
+@contextmanager
+def background_service(source: str) -> Iterator[None]:
+    """As `service`, on an event loop of its own: for tests that block."""
+    up, done = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    async def run() -> None:
+        async with service(source):
+            up.set()
+            await asyncio.to_thread(done.wait)
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            failed.append(error)
+            up.set()
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    try:
+        assert up.wait(40)
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert not failed, failed
 
 
 class ScriptedService:

@@ -83,34 +83,8 @@ def snippet(word: str) -> str:
     return next(text for kind, text in FENCES if kind == "python" and word in text)
 
 
-def test_redis_snippet(monkeypatch):
-    """The snippet runs as printed, against a client that records what it sends."""
-    sent = []
-
-    class Redis:
-        @classmethod
-        def from_url(cls, url):
-            return cls()
-
-        def xadd(self, name, fields):
-            sent.append((name, fields))
-
-        def blpop(self, keys, timeout):
-            reply = msgspec.structs.replace(replies()["embed-default"][0], id="q-1")
-            return keys[0].encode(), encode_reply(reply)
-
-    monkeypatch.setitem(sys.modules, "redis", types.SimpleNamespace(Redis=Redis))
-    scope: dict = {}
-    exec(compile(snippet("redis"), "wire-format.md", "exec"), scope)
-    [(name, fields)] = sent
-    body = fields.pop("data")
-    assert name == "embedstream.requests"
-    assert decode_request(body, fields, default_id="d").n_items == 2
-    assert list(scope["vectors"]) == [0] and len(scope["vectors"][0]) == 16
-
-
 def test_kafka_snippet(monkeypatch, capsys):
-    """As above."""
+    """The snippet runs as printed, against a client that records what it sends."""
     sent = []
 
     class Client:

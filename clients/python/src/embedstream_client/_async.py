@@ -9,6 +9,7 @@ event loop and in the process that first call it, or anew after a fork.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import time
@@ -123,6 +124,12 @@ class AsyncClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[None]:
+        """Closes the client when the application ends: ``FastAPI(lifespan=client.lifespan)``."""
+        async with self:
+            yield
 
     # --- tasks ----------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class Client:
         options.setdefault("priority", "bulk")
 
         def start(batch: list[Any]) -> Future[list[Embedding]]:
-            return self._submit(
+            return self.submit(
                 lambda c: _batches.embed_each(
                     lambda part: c.embed(part, timeout=timeout, partial=True, **options), batch
                 )
@@ -209,16 +209,17 @@ class Client:
             runner.close()
 
     def _wait(self, work: Callable[[AsyncClient], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        future = self._submit(work)
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    def _submit(
+    def submit(
         self, work: Callable[[AsyncClient], Coroutine[Any, Any, ResultT]]
     ) -> Future[ResultT]:
+        """Start `work` in the client's thread; cancelling the future withdraws its requests."""
         with self._lock:
             if self._closed:
                 raise ClientClosed("the client is closed")
