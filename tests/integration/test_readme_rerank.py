@@ -22,7 +22,7 @@ from tests.support.servers import ServerInfo, redis_ladder, unique
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 RIGHT = "A deadlock is when two processes wait for each other and neither can go on."
-pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ async def test_the_examples_rank_the_right_document_first(
     url = f"redis://{redis_info.address}/0?stream={stream}"
     async with asyncio.TaskGroup() as group:
         group.create_task(app.run(stop))
-        await asyncio.wait_for(app.ready.wait(), 120)
+        await asyncio.wait_for(app.ready.wait(), 240)
         for code in samples(url):
             done = await asyncio.to_thread(
                 subprocess.run,
