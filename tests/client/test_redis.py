@@ -156,7 +156,7 @@ async def test_a_thousand_callers_share_two_connections_and_one_reply_stream(
 async def test_calls_survive_cut_connections(
     source: str, stream: str, redis_info: ServerInfo
 ) -> None:
-    """F13: cut under load, again and again; every call is answered."""
+    """Cut under load, again and again; every call is answered."""
     async with (
         service(source),
         Proxy(*host_and_port(redis_info)) as proxy,
@@ -413,7 +413,7 @@ async def test_a_reply_that_does_not_fit_is_refused(
 
 
 async def test_a_cancelled_call_withdraws_its_queued_request(url: str, source: str) -> None:
-    """G10: the work is not done once nobody waits for it."""
+    """The work is not done once nobody waits for it."""
     go = threading.Event()
     seen: list[int] = []
 
@@ -474,7 +474,7 @@ async def test_more_calls_than_allowed_are_refused(url: str) -> None:
 
 
 async def test_calls_in_flight_survive_a_restart_that_loses_everything(stream: str) -> None:
-    """F14: the server forgets requests, group and reply stream; every call is answered all the same."""
+    """The server forgets requests, group and reply stream; every call is answered all the same."""
     server = new_redis("--save", "")
     await server.start()
     go = threading.Event()
