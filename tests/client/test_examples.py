@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.local.servers import LocalServer
+from pipeline.local.server import LocalServer
 from tests.support.client import background_service, until
 from tests.support.fakes import fake_ids, fake_vector
 from tests.support.servers import new_redis, start_now

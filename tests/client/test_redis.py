@@ -352,7 +352,7 @@ async def test_an_early_expired_is_blamed_on_the_clocks(url: str, script: Script
 async def test_replies_are_matched_by_id_and_index_never_by_order(
     url: str, script: ScriptedService
 ) -> None:
-    """D02, K30: strangers' replies, doubled ones and shuffled items reach nobody they do not belong to."""
+    """D02: strangers' replies, doubled ones and shuffled items reach nobody they do not belong to."""
     async with AsyncClient.from_url(url) as client, asyncio.TaskGroup() as group:
         asking = [group.create_task(_result_of(client.embed([f"{i}", "y"]))) for i in range(3)]
         requests = [await script.request() for _ in asking]

@@ -7,7 +7,6 @@ What must stay true: the address means to the client what it means to the source
 from __future__ import annotations
 
 from embedstream_client import KafkaEndpoint
-
 from pipeline.transports.ask import Asker, connect
 from pipeline.transports.kafka.options import KafkaOptions
 

@@ -12,7 +12,6 @@ from typer.main import get_command
 
 from pipeline.cli.commands import app
 from pipeline.transports import broker_names
-from pipeline.transports.redis.options import REPLY_LIST
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
