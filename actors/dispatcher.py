@@ -19,16 +19,12 @@ from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer, Selected
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
-from gpu.batch import Executor, ItemOutcome, pack, scatter
-from schemas.errors import EmbedstreamError, Internal, ModelError, NonFinite, OutOfMemory
+from gpu.batch import Executor, ExecutorDied, ItemOutcome, pack, scatter
+from schemas.errors import EmbedstreamError, ModelError, NonFinite, OutOfMemory
 
 log = structlog.get_logger(__name__)
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
-
-
-class ExecutorDied(Exception):
-    """The executor refuses work for good; the service must stop and leave its work to others."""
 
 
 class Dispatcher:
@@ -113,8 +109,8 @@ class Dispatcher:
             future = asyncio.wrap_future(self._executor.submit(model, batch))
             future.add_done_callback(_consume)
             outcomes = scatter(batch, await asyncio.shield(future))
-        except Internal as error:
-            raise ExecutorDied(error.message) from error
+        except ExecutorDied:
+            raise
         except Exception as error:  # noqa: BLE001  boundary: any fault of a model is its items' fault
             await self._isolate(model, entries, error)
             return

@@ -5,7 +5,7 @@ records that never became in-flight requests. Publishers (supervised tasks) do t
 What must stay true: a result is durable before its delivery is settled; each request leaves once,
 on an ordered route in its turn; every budget charged is refunded on every path; what cannot be
 written within `attempts` is released (delivered again later), never dropped; a destination that hangs
-holds up its own route alone. The mailbox of a route is bounded by admission plus the refusal slots.
+holds up its own route alone. The queue of a route is bounded by admission plus the refusal slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import structlog
 
 from actors.dead_letters import cut_to_fit, dead_letter_headers
 from actors.in_flight import InFlightTable
-from actors.mailbox import Mailbox
 from actors.messages import InFlight, Outgoing
 from actors.ordering import KeyOrder, Ticket
 from actors.ports import Clock, Delivery, GaveUp, Metrics, PublishError, RecordTooLargeForBroker
@@ -37,8 +36,8 @@ MIN_DEAD_LETTER_BYTES = 256
 class _Outbox:
     """What waits to leave by one route, so that its destination holds up no other route."""
 
-    def __init__(self, name: str, max_waiting: int, refusal_slots: int) -> None:
-        self.mailbox: Mailbox[Outgoing] = Mailbox(name, max_items=max_waiting + refusal_slots)
+    def __init__(self, max_waiting: int, refusal_slots: int) -> None:
+        self.queue: asyncio.Queue[Outgoing] = asyncio.Queue(max_waiting + refusal_slots)
         self.refusals = asyncio.Semaphore(refusal_slots)
         self.order: KeyOrder[Outgoing] = KeyOrder()
 
@@ -79,7 +78,7 @@ class Egress:
     def _outbox(self, route: Route) -> _Outbox:
         outbox = self._outboxes.get(route.name)
         if outbox is None:
-            outbox = _Outbox(f"egress.{route.name}", self._max_waiting, self._refusal_slots)
+            outbox = _Outbox(self._max_waiting, self._refusal_slots)
             self._outboxes[route.name] = outbox
         return outbox
 
@@ -123,21 +122,23 @@ class Egress:
         outbox = self._outbox(outgoing.route)
         if outgoing.ticket is None or outbox.order.finish(outgoing.ticket, outgoing) is not None:
             self._quiet.clear()
-            outbox.mailbox.put_nowait(outgoing)
+            outbox.queue.put_nowait(outgoing)
 
     # --- publishers ----------------------------------------------------------------------------
 
     async def run(self, route: Route) -> None:
         """One publisher; several run for each route."""
-        mailbox = self._outbox(route).mailbox
+        queue = self._outbox(route).queue
         while True:
-            outgoing = await mailbox.get()
+            outgoing = await queue.get()
             self._n_busy += 1
             try:
                 await self._process(outgoing)
             finally:
                 self._n_busy -= 1
-                if not self._n_busy and not any(len(o.mailbox) for o in self._outboxes.values()):
+                if not self._n_busy and not any(
+                    box.queue.qsize() for box in self._outboxes.values()
+                ):
                     self._quiet.set()
 
     async def _process(self, outgoing: Outgoing) -> None:
@@ -167,7 +168,7 @@ class Egress:
             if outgoing.ticket is not None:
                 following = outbox.order.leave(outgoing.ticket)
                 if following is not None:
-                    outbox.mailbox.put_nowait(following)
+                    outbox.queue.put_nowait(following)
         if outcome is not None:
             self._note(outgoing, outcome)
 
@@ -251,8 +252,8 @@ class Egress:
         """Release what never left."""
         for outbox in self._outboxes.values():
             left = list(outbox.order.waiting())
-            while (outgoing := outbox.mailbox.get_nowait()) is not None:
-                left.append(outgoing)
+            while not outbox.queue.empty():
+                left.append(outbox.queue.get_nowait())
             for outgoing in left:
                 for delivery in outgoing.deliveries:
                     delivery.release("stopped before the reply was published")

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import structlog
 
+from actors.backoff import Backoff
 from actors.ports import Clock, Metrics
 
 log = structlog.get_logger(__name__)
@@ -24,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At most `max_restarts` within `window_s`; the n-th waits `first_backoff_s * 2**n`."""
+    """At most `max_restarts` within `window_s`; waits double, with jitter."""
 
     max_restarts: int = 5
     window_s: float = 60.0
@@ -76,6 +77,8 @@ class Supervisor:
     ) -> None:
         self._stopping = True
         self._cancel_all()
+        if isinstance(exc, Exception):  # it comes out as it was raised, not in a group
+            exc_type = exc = traceback = None
         try:
             await self._group.__aexit__(exc_type, exc, traceback)
         finally:
@@ -133,7 +136,9 @@ class Supervisor:
                 if len(crashes) >= policy.max_restarts:
                     self._end(name, error)
                     return
-                backoff_s = min(policy.first_backoff_s * 2 ** len(crashes), policy.max_backoff_s)
+                backoff_s = Backoff(
+                    policy.first_backoff_s, policy.max_backoff_s, tries=len(crashes)
+                ).next_s()
                 crashes.append(now)
                 self.restarts[name] = self.restarts.get(name, 0) + 1
                 self._metrics.count("actor_restarts_total", actor=name)

@@ -17,7 +17,6 @@ import structlog
 
 from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer
-from actors.mailbox import Mailbox
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
 from gpu.batch import EncodedItem, EncodedRequest, Encoder, ItemOutcome
@@ -63,24 +62,24 @@ class Tokenizer:
         self._fail = fail
         self._clock = clock
         self._metrics = metrics
-        self.mailboxes: dict[Lane, Mailbox[InFlight]] = {
-            lane: Mailbox(f"tokenizer.{model}.{lane}", max_items=max_waiting) for lane in LANES
+        self._queues: dict[Lane, asyncio.Queue[InFlight]] = {
+            lane: asyncio.Queue(max_waiting) for lane in LANES
         }
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{model}")
 
     async def put(self, in_flight: InFlight) -> None:
-        """Hand over an admitted request; waits while its lane's mailbox is full."""
-        await self.mailboxes[in_flight.lane].put(in_flight)
+        """Hand over an admitted request; waits while its lane's queue is full."""
+        await self._queues[in_flight.lane].put(in_flight)
 
     async def run(self, lane: Lane) -> None:
         """Encode requests of one lane for ever; the thread is shared by both lanes."""
-        mailbox = self.mailboxes[lane]
+        queue = self._queues[lane]
         while True:
-            group = [await mailbox.get()]
+            group = [await queue.get()]
             n_items = group[0].request.n_items
-            while n_items < SLICE_ITEMS and (more := mailbox.get_nowait()) is not None:
-                group.append(more)
-                n_items += more.request.n_items
+            while n_items < SLICE_ITEMS and not queue.empty():
+                group.append(queue.get_nowait())
+                n_items += group[-1].request.n_items
             live = [in_flight for in_flight in group if self._is_live(in_flight)]
             small = [one for one in live if one.request.n_items <= SLICE_ITEMS]
             for together in apart(small):

@@ -236,6 +236,11 @@ class Runner(Protocol):
         ...
 
 
+class ExecutorDied(Exception):
+    """The executor refuses work for good: its device is lost, a thread ended, or it was closed. No
+    fault of the batch, which may pass elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorHealth:
     """alive: every thread runs. fatal: why the executor refuses work for good, or None.
@@ -258,7 +263,7 @@ class Executor(Protocol):
 
     def submit(self, model: str, batch: PackedBatch) -> Future[list[ItemOutcome]]:
         """Queue one batch; the future resolves to outcomes in row order. Raises nothing itself:
-        a dead executor resolves the future with `Internal`."""
+        a dead executor resolves the future with `ExecutorDied`."""
         ...
 
     def health(self) -> ExecutorHealth: ...

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from gpu.batch import ExecutorHealth, ItemOutcome, PackedBatch, Runner
+from gpu.batch import ExecutorDied, ExecutorHealth, ItemOutcome, PackedBatch, Runner
 from gpu.faults import DeviceFault
-from schemas.errors import Internal, Overloaded, UnknownModel
+from schemas.errors import Overloaded, UnknownModel
 
 QUEUED_PER_THREAD = 8
 """Batches that may wait per thread. The dispatcher keeps one or two; more is a bug upstream."""
@@ -79,7 +79,7 @@ class ModelExecutor:
     def load(self, model: str) -> Future[Runner]:
         """Load a model on one of the threads; a second call gives the same future.
 
-        Resolves to what the factory raised, `UnknownModel`, or `Internal` after close or a fault.
+        Resolves to what the factory raised, `UnknownModel`, or `ExecutorDied` after close or a fault.
         """
         with self._lock:
             known = self._loads.get(model)
@@ -162,7 +162,7 @@ class ModelExecutor:
                 self._queue.put(job)
                 return
         if reason is not None:
-            job.future.set_exception(Internal(reason))
+            job.future.set_exception(ExecutorDied(reason))
         else:
             job.future.set_exception(Overloaded("too many batches wait for the executor"))
 
@@ -205,11 +205,13 @@ class ModelExecutor:
             job.future.set_result(result)
         elif isinstance(fault, DeviceFault):
             self._latch(f"the device is lost: {fault}")
-            job.future.set_exception(Internal(f"the device is lost: {fault}"))
+            job.future.set_exception(ExecutorDied(f"the device is lost: {fault}"))
         elif isinstance(fault, Exception):
             job.future.set_exception(fault)
         else:  # SystemExit, KeyboardInterrupt: this thread ends, and `_run` latches
-            job.future.set_exception(Internal(f"an executor thread ended: {type(fault).__name__}"))
+            job.future.set_exception(
+                ExecutorDied(f"an executor thread ended: {type(fault).__name__}")
+            )
             raise fault
 
     def _load(self, model: str) -> Runner:
@@ -240,7 +242,7 @@ class ModelExecutor:
             with self._lock:
                 self._waiting -= 1
             if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(Internal(reason))
+                job.future.set_exception(ExecutorDied(reason))
         for _ in range(stops):  # another thread's word to stop
             self._queue.put(None)
 

@@ -16,13 +16,15 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import IntEnum
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 from actors.ports import Deadline
+
+T = TypeVar("T")
 
 FORCE_GRACE_S = 2.0
 """After a second signal: time to cancel tasks and write the last log line. Longer, and a person who
@@ -131,6 +133,52 @@ class StopSignal:
     async def wait_forced(self) -> None:
         """Until the request that forces. Safe to cancel."""
         await self._force.wait()
+
+
+class CutShort(Exception):
+    """Something else ended first."""
+
+
+@asynccontextmanager
+async def beside(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Run `works` as tasks while the block runs; they are cancelled and waited for when it ends.
+
+    What the block raises comes out as it is, not in a group.
+    """
+    failed: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+        try:
+            yield tasks
+        except Exception as error:  # noqa: BLE001  raised below, outside the TaskGroup
+            failed = error
+        finally:
+            for task in tasks:
+                task.cancel()
+    if failed is not None:
+        raise failed
+
+
+async def race(
+    work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, Any], timeout_s: float | None = None
+) -> T:
+    """What `work` returns or raises. Raises `CutShort` when one of `others`, or the time, ends first."""
+    async with beside(errors_as_value(work), *others) as tasks:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise CutShort
+    result, error = cast(tuple[T, Exception | None], tasks[0].result())
+    if error is not None:
+        raise error
+    return result
+
+
+async def errors_as_value(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
+    """Await `work`; an error is returned, so that it does not cancel its siblings."""
+    try:
+        return await work, None
+    except Exception as error:  # noqa: BLE001  raised by the caller, unchanged
+        return None, error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -30,19 +30,16 @@ EXECUTOR_CLOSE_S = 2.0
 """A forward that is running cannot be interrupted; after this its thread is left to the exit."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """The executor and what it holds. `on_close` runs first, in order."""
+    """The executor and what it holds."""
 
     executor: ModelExecutor
     runners: dict[str, Runner]
     infos: dict[str, ModelInfo]
-    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
         """Stop threads and drop models."""
-        for close in self.on_close:
-            close()
         self.executor.close(EXECUTOR_CLOSE_S)
 
 

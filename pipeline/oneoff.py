@@ -15,8 +15,16 @@ import msgspec
 
 from actors.ports import Metrics
 from gpu.batch import Runner
-from pipeline.app import App, errors_as_value
-from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
+from pipeline.app import App
+from pipeline.lifecycle import (
+    CutShort,
+    ExitStatus,
+    OperatorError,
+    StopSignal,
+    beside,
+    errors_as_value,
+    race,
+)
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker, InprocReply
 from pipeline.transports.inproc.sink import InprocSink
@@ -39,18 +47,12 @@ class InprocService:
 
         Raises `OperatorError` when the service ends before it has answered.
         """
-        async with asyncio.TaskGroup() as group:
-            reply = group.create_task(self._broker.submit(body, headers))
-            ended = group.create_task(self._ended.wait())
-            await asyncio.wait({reply, ended}, return_when=asyncio.FIRST_COMPLETED)
-            answered = reply.done()
-            reply.cancel()
-            ended.cancel()
-        if not answered:
+        try:
+            return await race(self._broker.submit(body, headers), self._ended.wait())
+        except CutShort:
             raise OperatorError(
                 "the service ended before it answered; see the log", exit_status=ExitStatus.FATAL
-            )
-        return reply.result()
+            ) from None
 
 
 @asynccontextmanager
@@ -77,24 +79,21 @@ async def run_inproc(
         runner_factories=runner_factories,
     )
     stop = StopSignal(settings.lifecycle.drain_budget_s)
-    error: Exception | None = None
     ended = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(errors_as_value(_run_to_end(app, stop, ended)))
-        ready = group.create_task(app.ready.wait())
+    async with beside(errors_as_value(_run_to_end(app, stop, ended)), app.ready.wait()) as (
+        running,
+        ready,
+    ):
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if not running.done():
-            try:
+        try:
+            if not running.done():
                 yield InprocService(app, broker, ended)
-            except Exception as raised:  # noqa: BLE001  raised below, outside the TaskGroup
-                error = raised
-            finally:
-                stop.request("the one-off run is over")
-                await asyncio.wait({running})
-    error = running.result() or error
-    if error is not None:
-        raise error
+        finally:
+            stop.request("the one-off run is over")
+            await asyncio.wait({running})
+            _, error = running.result()
+            if error is not None:
+                raise error
 
 
 async def _run_to_end(app: App, stop: StopSignal, ended: asyncio.Event) -> None:

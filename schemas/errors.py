@@ -19,7 +19,7 @@
     |- NonFinite                     non_finite             the model gave NaN or infinity for this item
     |- ModelError                    model_error            the forward failed for this item alone
     |- OutOfMemory                   out_of_memory          this item alone exhausts device memory
-    |- Internal                      internal               (retryable) a bug, or a stop in mid-flight
+    |- Internal                      internal               (retryable) a fault of the service
 
 Who calls it: every layer raises these; `schemas.results` maps them to the wire, once.
 What must stay true: messages never carry user text; numbers live in fields, not in prose only.

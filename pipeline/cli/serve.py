@@ -50,7 +50,7 @@ def serve(
 
 
 def _configure_logging(settings: Settings) -> None:
-    from pipeline.observe.metrics import configure_logging
+    from pipeline.observe.logs import configure_logging
 
     configure_logging("debug" if State.debug else settings.log.level, settings.log.format)
 

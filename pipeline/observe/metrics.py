@@ -1,8 +1,7 @@
 """Metrics: what the service counts, in its own Prometheus registry.
 
 Who calls it: the CLI makes one `PrometheusMetrics` and hands it to `pipeline.app`; actors see it as
-`actors.ports.Metrics`; /metrics exposes it, the demo prints its snapshot. Logging is set up by
-`configure_logging` (pipeline.observe.logs).
+`actors.ports.Metrics`; /metrics exposes it.
 What must stay true: no metric call ever raises into its caller, and a broken metric is logged once;
 the number of series is bounded whatever the label values are; gauges are never negative.
 """
@@ -17,10 +16,7 @@ from typing import Any
 import prometheus_client as prometheus
 import structlog
 
-from pipeline.observe.logs import configure_logging
 from pipeline.observe.metric_table import BY_NAME, METRICS, PREFIX, MetricSpec
-
-__all__ = ["CONTENT_TYPE", "PrometheusMetrics", "configure_logging"]
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
 MAX_SERIES_PER_METRIC = 512
@@ -76,31 +72,6 @@ class PrometheusMetrics:
         """The Prometheus text format, type `CONTENT_TYPE`."""
         return prometheus.generate_latest(self.registry)
 
-    def snapshot(self) -> dict[str, float]:
-        """Plain numbers, names without prefix.
-
-        Per series ``name{label=value}``; over all series ``name`` (counters, gauges: the sum).
-        Histograms: ``name_count``, ``name_sum``, ``name_p50``, ``name_p99`` (interpolated within
-        the bucket, as Prometheus' histogram_quantile does; NaN-free: absent without observations).
-        """
-        numbers: dict[str, float] = {}
-        for family in self.registry.collect():
-            name = family.name.removeprefix(PREFIX)
-            if not family.name.startswith(PREFIX):
-                continue
-            if family.type == "histogram":
-                numbers.update(_histogram_numbers(name, family.samples))
-                continue
-            total = 0.0
-            full = f"{name}_total" if family.type == "counter" else name
-            for sample in family.samples:
-                total += sample.value
-                if sample.labels:
-                    shown = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
-                    numbers[f"{full}{{{shown}}}"] = sample.value
-            numbers[full] = total
-        return numbers
-
     def _child(self, name: str, labels: dict[str, str]) -> Any:
         # Checking and looking up a series costs more than counting in it; a known one is found at once.
         key = (name, *labels.items())
@@ -145,39 +116,3 @@ def _make(spec: MetricSpec, registry: prometheus.CollectorRegistry) -> Any:
     return prometheus.Histogram(
         name, spec.help, spec.labels, registry=registry, buckets=spec.buckets
     )
-
-
-def _histogram_numbers(name: str, samples: Iterable[Any]) -> dict[str, float]:
-    buckets: dict[float, float] = defaultdict(float)
-    count = total = 0.0
-    for sample in samples:
-        if sample.name.endswith("_bucket"):
-            buckets[float(sample.labels["le"])] += sample.value
-        elif sample.name.endswith("_count"):
-            count += sample.value
-        elif sample.name.endswith("_sum"):
-            total += sample.value
-    numbers = {f"{name}_count": count, f"{name}_sum": total}
-    if count:
-        numbers[f"{name}_p50"] = quantile(0.5, buckets)
-        numbers[f"{name}_p99"] = quantile(0.99, buckets)
-    return numbers
-
-
-def quantile(q: float, buckets: dict[float, float]) -> float:
-    """Quantile of cumulative `buckets` (upper bound -> observations up to it), linear inside one.
-
-    An observation above the highest finite bound counts as that bound.
-    """
-    ordered = sorted(buckets.items())
-    rank = q * ordered[-1][1]
-    low = below = 0.0
-    for bound, cumulative in ordered:
-        if cumulative >= rank and cumulative > below:
-            if math.isinf(bound):
-                return low
-            return low + (bound - low) * (rank - below) / (cumulative - below)
-        if math.isfinite(bound):
-            low = bound
-        below = cumulative
-    return low

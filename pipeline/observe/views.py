@@ -1,66 +1,76 @@
-"""Looking into a running app: readiness and statistics, as plain values.
+"""Looking into a running service: what readiness judges and what statistics show, as plain values.
 
-Who calls it: `pipeline.app` hands them to the health server; the demo and tests read them.
+Who calls it: `pipeline.app`, for the health server, the demo and tests.
 What must stay true: reading changes nothing and never waits; nothing here passes the queues, so a
-busy service never looks like a dead one (bug log G05).
+busy service never looks like a dead one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from actors.ports import Metrics, SourceStatus
+from actors.supervisor import Supervisor
 from gpu.batch import ModelInfo
-from pipeline.observe.http import HealthViews, Readiness, ReadinessInputs, readiness
+from pipeline.graph import Graph
 from pipeline.observe.metrics import PrometheusMetrics
-
-if TYPE_CHECKING:
-    from pipeline.app import App
+from pipeline.observe.readiness import ReadinessInputs
 
 
-def health_views(app: App) -> HealthViews:
-    """What the HTTP port shows of `app`."""
-    metrics = app.metrics
-    exposition = metrics.exposition if isinstance(metrics, PrometheusMetrics) else bytes
-    return HealthViews(app.readiness, app.statistics, exposition)
+def exposition_of(metrics: Metrics) -> Callable[[], bytes]:
+    """What `/metrics` answers."""
+    return metrics.exposition if isinstance(metrics, PrometheusMetrics) else bytes
 
 
-def app_readiness(app: App) -> Readiness:
-    """The verdict of `/ready`: phase, executor, sources, loop."""
-    fatal = app.supervisor.fatal if app.supervisor is not None else None
-    inputs = ReadinessInputs(
-        phase=app.phase,
-        executors={} if app.executor is None else {"executor": app.executor.health()},
-        sources={route.name: route.source.status() for route in app.routes},
-        loop_lag_s=0.0 if app.housekeeping is None else app.housekeeping.loop_lag_s,
-        fatal=None if fatal is None else f"{type(fatal).__name__}: {fatal}",
+def readiness_inputs(phase: str, graph: Graph | None, supervisor: Supervisor) -> ReadinessInputs:
+    """What the verdict of `/ready` depends on: phase, executor, both ends of every route, loop."""
+    fatal = supervisor.fatal
+    reason = None if fatal is None else f"{type(fatal).__name__}: {fatal}"
+    if graph is None:
+        return ReadinessInputs(phase=phase, fatal=reason)
+    return ReadinessInputs(
+        phase=phase,
+        executors={"executor": graph.models.executor.health()},
+        sources={route.name: route.source.status() for route in graph.routes},
+        destinations={route.name: route.destination.problem() for route in graph.routes},
+        loop_lag_s=graph.housekeeping.loop_lag_s,
+        fatal=reason,
     )
-    return readiness(inputs, app.clock.monotonic(), app.settings.health)
 
 
-def app_statistics(app: App) -> dict[str, Any]:
+def statistics(phase: str, graph: Graph | None, supervisor: Supervisor) -> dict[str, Any]:
     """The answer of `/statistics`."""
-    routes = {}
-    for route in app.routes:
-        status = route.source.status()
-        routes[route.name] = {
-            "connected": status.connected,
-            "detail": status.detail,
-            "in_flight": status.in_flight,
-            "buffered": status.buffered,
-        }
-    lag_s = idle_s = 0.0
-    if app.housekeeping is not None:
-        lag_s, idle_s = app.housekeeping.loop_lag_s, app.housekeeping.idle_with_work_s
+    shown: dict[str, Any] = {
+        "phase": phase,
+        "in_flight": 0,
+        "routes": {},
+        "queued_tokens": {},
+        "executor": {},
+        "loop_lag_s": 0.0,
+        "idle_with_work_s": 0.0,
+        "restarts": dict(supervisor.restarts),
+        "models": {},
+    }
+    if graph is None:
+        return shown
+    return shown | {
+        "in_flight": len(graph.table),
+        "routes": {route.name: _status(route.source.status()) for route in graph.routes},
+        "queued_tokens": graph.coalescer.statistics(),
+        "executor": graph.dispatcher.statistics(),
+        "loop_lag_s": graph.housekeeping.loop_lag_s,
+        "idle_with_work_s": graph.housekeeping.idle_with_work_s,
+        "models": {name: _model(info) for name, info in graph.models.infos.items()},
+    }
+
+
+def _status(status: SourceStatus) -> dict[str, Any]:
     return {
-        "phase": app.phase,
-        "in_flight": len(app.table) if app.table is not None else 0,
-        "routes": routes,
-        "queued_tokens": app.coalescer.statistics() if app.coalescer is not None else {},
-        "executor": app.dispatcher.statistics() if app.dispatcher is not None else {},
-        "loop_lag_s": lag_s,
-        "idle_with_work_s": idle_s,
-        "restarts": dict(app.supervisor.restarts) if app.supervisor is not None else {},
-        "models": {name: _model(info) for name, info in app.models.items()},
+        "connected": status.connected,
+        "detail": status.detail,
+        "in_flight": status.in_flight,
+        "buffered": status.buffered,
     }
 
 

@@ -157,7 +157,7 @@ async def test_busy_is_not_down() -> None:
     async with running(rig):
         await rig.app.ready.wait()
         await rig.put(900)
-        while rig.app.dispatcher is None or rig.app.dispatcher.batches_done < 5:
+        while rig.app.graph is None or rig.app.graph.dispatcher.batches_done < 5:
             await asyncio.sleep(0)
         assert rig.app.readiness().ready
         while rig.broker.unsettled:
@@ -175,7 +175,7 @@ async def test_a_drain_answers_what_is_held_and_a_spent_budget_releases_it() -> 
     async with running(rig) as task:
         await rig.app.ready.wait()
         await rig.put(3)
-        while rig.app.table is None or len(rig.app.table) < 3:
+        while rig.app.graph is None or len(rig.app.graph.table) < 3:
             await asyncio.sleep(0)
         rig.stop.request("test")
         assert await task is ExitStatus.DRAIN_EXCEEDED
@@ -186,7 +186,7 @@ async def test_a_drain_answers_what_is_held_and_a_spent_budget_releases_it() -> 
     async with running(rig) as task:
         await rig.app.ready.wait()
         await rig.put(50)
-        while rig.app.table is None or not len(rig.app.table):
+        while rig.app.graph is None or not len(rig.app.graph.table):
             await asyncio.sleep(0)
         rig.stop.request("test")
         assert await task is ExitStatus.OK

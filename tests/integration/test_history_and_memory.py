@@ -112,7 +112,7 @@ async def test_threads_are_what_the_settings_say(settings: Settings) -> None:
     two = msgspec.structs.replace(settings, executor=ExecutorSettings(cpu_workers=2))
     seen: list[int] = []
     async with run_inproc(two) as service:
-        executor = service.app.executor
+        executor = service.app.graph.models.executor
         assert executor is not None and executor.width == 2
         names = [thread.name for thread in threading.enumerate()]
         assert sum(name.startswith("executor-") for name in names) == 2

@@ -235,7 +235,7 @@ async def test_expired_requests_are_answered_and_never_computed() -> None:
             asyncio.ensure_future(ask(running, {"id": f"a{i}", "input": "text " * 40}))
             for i in range(50)
         ]
-        while running.app.table is None or len(running.app.table) < 50:
+        while running.app.graph is None or len(running.app.graph.table) < 50:
             await asyncio.sleep(0)
         late = await ask(
             running,
@@ -255,7 +255,7 @@ async def test_a_cancel_record_withdraws_queued_work() -> None:
     async with service(runner) as running:
         first = asyncio.ensure_future(ask(running, {"id": "first", "input": "busy " * 60}))
         queued = asyncio.ensure_future(ask(running, {"id": "queued", "input": "marker " * 60}))
-        while running.app.table is None or len(running.app.table) < 2:
+        while running.app.graph is None or len(running.app.graph.table) < 2:
             await asyncio.sleep(0)
         assert await running.request(msgpack.packb({"task": "cancel", "id": "queued"})) == []
         reply = await queued
@@ -300,8 +300,8 @@ async def test_a_request_sent_again_after_its_cancel_is_answered() -> None:
         while broker.unsettled:
             await asyncio.sleep(0)
         replies = [decode_reply(one.body, one.headers) for one in broker.replies("inproc:again")]
-        assert running.app.table is not None and len(running.app.table) == 0
-        assert all(running.app.table.count(lane) == 0 for lane in LANES)
+        assert running.app.graph is not None and len(running.app.graph.table) == 0
+        assert all(running.app.graph.table.count(lane) == 0 for lane in LANES)
     assert len(replies) == 2, "the second request was settled without an answer of its own"
     assert isinstance(replies[0], FailureReply) and replies[0].error.code == "cancelled"
     assert isinstance(replies[1], Reply)
@@ -341,7 +341,7 @@ async def test_publish_failures_are_retried_and_nothing_is_lost() -> None:
 async def test_a_reply_above_the_broker_limit_is_split_into_numbered_parts() -> None:
     """E12: 300 vectors against a small record limit."""
     async with service() as running:
-        running.app.routes[0].sink.max_record_bytes = 4096
+        running.app.graph.routes[0].sink.max_record_bytes = 4096
         replies = await running.request(
             msgpack.packb({"id": "a", "input": [f"text {i}" for i in range(300)]})
         )
@@ -410,7 +410,7 @@ async def test_an_interactive_request_is_refused_when_its_lane_is_full_and_bulk_
     async with service(runner, settings=settings) as running:
         lane = {"priority": "interactive", "input": "x"}
         first = asyncio.ensure_future(ask(running, {"id": "i1", **lane}))
-        while running.app.table is None or len(running.app.table) < 1:
+        while running.app.graph is None or len(running.app.graph.table) < 1:
             await asyncio.sleep(0)
         for record in ({"id": "i2", **lane}, {"id": "i3", **lane, "input": ["x"]}):
             refused = await ask(running, record)
@@ -418,7 +418,7 @@ async def test_an_interactive_request_is_refused_when_its_lane_is_full_and_bulk_
         bulk = [
             asyncio.ensure_future(ask(running, {"id": f"b{i}", "input": f"w{i}"})) for i in range(9)
         ]
-        while len(running.app.table) < 3:
+        while len(running.app.graph.table) < 3:
             await asyncio.sleep(0)
         gate.set()
         replies = await asyncio.gather(first, *bulk)
@@ -432,7 +432,7 @@ async def test_a_request_that_expires_while_its_lane_is_full_is_answered_then() 
     settings = Settings(admission=AdmissionSettings(bulk=LaneAdmission(max_in_flight_requests=1)))
     async with service(runner, settings=settings) as running:
         first = asyncio.ensure_future(ask(running, {"id": "first", "input": "x"}))
-        while running.app.table is None or not len(running.app.table):
+        while running.app.graph is None or not len(running.app.graph.table):
             await asyncio.sleep(0)
         soon = int(time.time() * 1000) + 200
         async with asyncio.timeout(10):
@@ -552,7 +552,7 @@ async def test_a_reply_that_never_passes_is_given_up_after_max_attempts() -> Non
 async def test_a_reply_that_cannot_be_written_is_a_failure_not_a_loop() -> None:
     """E12: metadata above the broker's room: `record_too_large`, once, settled."""
     async with service() as running:
-        running.app.routes[0].sink.max_record_bytes = 2048
+        running.app.graph.routes[0].sink.max_record_bytes = 2048
         reply = await ask(running, {"id": "a", "input": "x", "metadata": {"k": "v" * 4000}})
         assert running._broker.unsettled == 0
     assert isinstance(reply, FailureReply) and reply.error.code == "record_too_large"

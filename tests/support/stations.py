@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from actors.messages import Entry, InFlight
-from gpu.batch import EncodedItem, ExecutorHealth, ItemOutcome, PackedBatch, Runner
-from schemas.errors import Internal
+from gpu.batch import EncodedItem, ExecutorDied, ExecutorHealth, ItemOutcome, PackedBatch, Runner
 from schemas.requests import AnyRequest, EmbedRequest, Lane, TokenIds
 from tests.support.fakes import FakeDelivery
 
@@ -62,7 +61,7 @@ class InlineExecutor:
 
         def work() -> None:
             if self.dead is not None:
-                future.set_exception(Internal(self.dead))
+                future.set_exception(ExecutorDied(self.dead))
                 return
             try:
                 future.set_result(self.runner.forward(batch))

@@ -10,13 +10,13 @@ import numpy as np
 
 from actors.attempts import Attempts
 from actors.coalescer import Coalescer
-from actors.dispatcher import Dispatcher, ExecutorDied
+from actors.dispatcher import Dispatcher
 from actors.messages import Entry, InFlight
 from actors.packing import PackingPolicy
 from actors.ports import SystemClock
 from actors.supervisor import Supervisor
-from gpu.batch import ItemOutcome, ItemResult, PackedBatch
-from schemas.errors import EmbedstreamError, ModelError, NonFinite, OutOfMemory
+from gpu.batch import ExecutorDied, ItemOutcome, ItemResult, PackedBatch
+from schemas.errors import EmbedstreamError, Internal, ModelError, NonFinite, OutOfMemory
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_vector
 from tests.support.stations import InlineExecutor, entry
 
@@ -156,6 +156,20 @@ async def test_a_dead_executor_is_fatal_and_answers_nobody() -> None:
     assert isinstance(harness.supervisor.fatal, ExecutorDied)
     assert "device-side assert" in str(harness.supervisor.fatal)
     assert harness.outcomes == {} and harness.failed == []
+
+
+async def test_a_fault_that_a_model_calls_internal_fails_its_item_and_not_the_service() -> None:
+    """Only the executor itself can say that it is dead."""
+
+    def internal(batch: PackedBatch) -> None:
+        raise Internal("a model's own fault")
+
+    entries = [entry(3, first_id=1 + 10 * i) for i in range(2)]
+    async with running(Harness(FakeRunner(before_forward=internal))) as harness:
+        await harness.coalescer.put("fake", entries, "bulk")
+        outcomes = await harness.answered(entries)
+        assert harness.supervisor.fatal is None
+    assert all(isinstance(outcome, Internal) for outcome in outcomes)
 
 
 async def test_stopping_in_mid_forward_consumes_the_executor_result() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.batch import EncodedItem, ItemResult, PackedBatch, pack
+from gpu.batch import EncodedItem, ExecutorDied, ItemResult, PackedBatch, pack
 from gpu.executor import QUEUED_PER_THREAD, ModelExecutor
 from gpu.faults import DeviceFault, DeviceMemoryError, as_runner_error
-from schemas.errors import Internal, Overloaded, UnknownModel
+from schemas.errors import Overloaded, UnknownModel
 
 WAIT_S = 20.0
 
@@ -95,7 +95,7 @@ def test_out_of_memory_passes_through_as_memory_error(start: Start) -> None:
 
 
 def test_a_lost_device_is_fatal_for_good(start: Start) -> None:
-    """G04, C11: the running, the waiting and every later batch end with Internal."""
+    """G04, C11: the running, the waiting and every later batch end with ExecutorDied."""
     entered, go = threading.Event(), threading.Event()
 
     def forward(b: PackedBatch) -> Any:
@@ -109,9 +109,9 @@ def test_a_lost_device_is_fatal_for_good(start: Start) -> None:
     waiting = [executor.submit("m", batch()) for _ in range(3)]
     go.set()
     for future in [running, *waiting]:
-        with pytest.raises(Internal, match="device"):
+        with pytest.raises(ExecutorDied, match="device"):
             future.result(WAIT_S)
-    with pytest.raises(Internal):
+    with pytest.raises(ExecutorDied):
         executor.submit("m", batch()).result(WAIT_S)
     health = executor.health()
     assert not health.alive and "device-side assert" in str(health.fatal)
@@ -124,11 +124,11 @@ def test_a_thread_that_dies_fails_everybody_at_once(start: Start) -> None:
         raise SystemExit(1)
 
     executor = start(FakeRunner(forward), workers=2)
-    with pytest.raises(Internal, match="thread ended"):
+    with pytest.raises(ExecutorDied, match="thread ended"):
         executor.submit("m", batch()).result(WAIT_S)
     for thread in executor._threads:
         thread.join(WAIT_S / 100)
-    with pytest.raises(Internal):
+    with pytest.raises(ExecutorDied):
         executor.submit("m", batch()).result(WAIT_S)
     assert executor.health().fatal is not None and not executor.health().alive
 
@@ -140,7 +140,7 @@ def test_a_thread_that_cannot_start_fails_the_load() -> None:
         raise RuntimeError("no such library")
 
     executor = ModelExecutor({"m": FakeRunner}, 1, thread_init=broken)
-    with pytest.raises(Internal, match="RuntimeError"):
+    with pytest.raises(ExecutorDied, match="RuntimeError"):
         executor.load("m").result(WAIT_S)
     assert executor.close(WAIT_S)
 
@@ -276,9 +276,9 @@ def test_close_is_bounded_fails_what_waits_and_drops_models(start: Start) -> Non
         executor.close(0.01) is False
     )  # the forward still runs; its model is not dropped under it
     assert runner.closed == 0
-    with pytest.raises(Internal, match="stopping"):
+    with pytest.raises(ExecutorDied, match="stopping"):
         waiting.result(WAIT_S)
-    with pytest.raises(Internal, match="stopping"):
+    with pytest.raises(ExecutorDied, match="stopping"):
         executor.submit("m", batch()).result(WAIT_S)
     go.set()
     assert running.result(WAIT_S) == []

@@ -16,16 +16,8 @@ from actors.ports import SourceStatus
 from gpu.batch import ExecutorHealth
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.observe import http as health_module
-from pipeline.observe.http import (
-    MAX_CONNECTIONS,
-    MAX_REQUEST_BYTES,
-    READY_PHASE,
-    HealthServer,
-    HealthViews,
-    Readiness,
-    ReadinessInputs,
-    readiness,
-)
+from pipeline.observe.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HealthServer, HealthViews
+from pipeline.observe.readiness import READY_PHASE, Readiness, ReadinessInputs, readiness
 from pipeline.settings.load import HealthSettings
 
 NOW = 1000.0
