@@ -2,7 +2,7 @@
 
 Who calls it: ingress asks `Admission.decide` for every decoded request and refunds through egress.
 What must stay true: what `charge` adds, `refund` takes away, exactly once; counts are never
-negative; one rule for single items and lists (bug log C10); `wait` only for lanes that may wait.
+negative; one rule for single items and lists; `wait` only for lanes that may wait.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Who calls it: runs as a supervised task; takes batches from the coalescer, submits to the executor.
 What must stay true: at most `executor.width + prefetch` batches are out; a failed batch is halved
-until the bad item is alone, at most 2n - 1 forwards for n items (bug log C04); only that item
+until the bad item is alone, at most 2n - 1 forwards for n items; only that item
 fails; the executor call is shielded and its result always consumed; a dead executor fails nothing:
 it is fatal, and unsettled deliveries go to others.
 """

@@ -2,8 +2,8 @@
 
 Who calls it: runs as a supervised task.
 What must stay true: expired requests are answered even when no batch is formed; gauges show the
-present (bug log I01); the loop's lag and the time in which the executor idled although admitted
-tokens waited (J01) are measured here and nowhere else.
+present; the loop's lag and the time in which the executor idled although admitted
+tokens waited are measured here and nowhere else.
 """
 
 from __future__ import annotations

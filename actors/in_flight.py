@@ -4,7 +4,7 @@ Who calls it: ingress adds, egress removes, the dispatcher and housekeeping fail
 `pipeline.app` waits for it to be empty while draining.
 What must stay true: an entry enters after its charge and leaves with its refund; a request that
 arrives twice at once (same id, same bytes, same destination) is computed once and both deliveries
-are settled by the one reply (bug log F10).
+are settled by the one reply.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Who calls it: ingress puts `InFlight`s, this actor hands `Entry`s to the coalescer.
 What must stay true: tokenization never runs on the event loop; one batched call serves many
-requests (bug log C12); a large request is encoded slice by slice, so that an interactive one waits
+requests; a large request is encoded slice by slice, so that an interactive one waits
 for a slice at most and packing starts with the first; expired and ended requests are not encoded.
 """
 

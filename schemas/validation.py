@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from ._fields import CHECKS
 from ._items import read_documents, read_input, refuse
 from ._record import (
     Record,
     raise_too_deep,
-    raise_too_large,
     repair,
     safe_name,
     unique_pairs,
     utf8_bytes,
 )
-from .errors import ContentType, InvalidDimensions, InvalidRequest, Unsupported
-from .headers import JSON, MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES, RecordHeaders
+from .errors import ContentType, InvalidRequest, Unsupported
+from .headers import JSON, RecordHeaders
 from .requests import (
     TASKS,
     AnyRequest,
@@ -36,8 +36,6 @@ from .requests import (
     RerankRequest,
     ScoreRequest,
 )
-
-_Check: TypeAlias = Callable[[Any, str, Limits], Any]
 
 SCHEMA_VERSION: Final = 1
 CANCEL: Final = "cancel"
@@ -83,7 +81,7 @@ def build_request(
     known = _known_fields(record, task)
     values: dict[str, Any] = {}
     for name in known:
-        check = _CHECKS.get(name)
+        check = CHECKS.get(name)
         if check is not None:
             value = record.value(name)
             if value is not None:
@@ -239,94 +237,6 @@ def _clean(value: Any, level: int, limits: Limits) -> Any:
     ])  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------- scalars
-
-
-def _as_is(value: Any, path: str, limits: Limits) -> Any:
-    """Items are read once the task is known to need them."""
-    return value
-
-
-def _bool(value: Any, path: str, limits: Limits) -> bool:
-    if value is not True and value is not False:
-        refuse("true or false", path)
-    return bool(value)
-
-
-def _name(value: Any, path: str, limits: Limits) -> str:
-    if not isinstance(value, str) or not value:
-        refuse("a non-empty string", path)
-    return value
-
-
-def _long_text(value: Any, path: str, limits: Limits) -> str:
-    if not isinstance(value, str):
-        refuse("a string", path)
-    if utf8_bytes(value) > limits.max_item_bytes:
-        raise_too_large(utf8_bytes(value), path, limits)
-    return value
-
-
-def _reply_to(value: Any, path: str, limits: Limits) -> str:
-    name = _name(value, path, limits)
-    if utf8_bytes(name) > MAX_REPLY_TO_BYTES:
-        raise InvalidRequest(
-            f"reply_to is longer than {MAX_REPLY_TO_BYTES} bytes",
-            path=path,
-            limit=MAX_REPLY_TO_BYTES,
-            given=utf8_bytes(name),
-        )
-    return name
-
-
-def _one_of(*choices: str) -> _Check:
-    expected = "one of " + ", ".join(choices)
-
-    def check(value: Any, path: str, limits: Limits) -> str:
-        if not isinstance(value, str) or value not in choices:
-            refuse(expected, path)
-        return value
-
-    return check
-
-
-def _deadline_ms(value: Any, path: str, limits: Limits) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_DEADLINE_MS:
-        refuse("whole milliseconds since 1970", path)
-    return value
-
-
-def _top_n(value: Any, path: str, limits: Limits) -> int:
-    if type(value) is not int or not 1 <= value < 2**63:
-        refuse("a whole number from 1; leave top_n out to get all", path)
-    return value
-
-
-def _chunk_tokens(value: Any, path: str, limits: Limits) -> int:
-    if type(value) is not int or not 1 <= value < 2**31:
-        refuse("a whole number of tokens from 1", path)
-    return value
-
-
-def _dimensions(value: Any, path: str, limits: Limits) -> int:
-    if type(value) is not int or value >= 2**63:
-        refuse("a whole number", path)
-    if value < 1:
-        raise InvalidDimensions("dimensions must be at least 1", path=path, limit=1, given=value)
-    return value
-
-
-def _outputs(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        refuse("a non-empty list of dense, sparse, multivector", path)
-    for i, output in enumerate(value):
-        if output not in ("dense", "sparse", "multivector"):
-            refuse("one of dense, sparse, multivector", f"{path}[{i}]")
-    if len(set(value)) != len(value):
-        raise InvalidRequest("an output is named twice", path=path)
-    return tuple(value)
-
-
 def _encoding(values: dict[str, Any], content_type: ContentType) -> str:
     encoding = values.get("encoding")
     alias = values.pop("encoding_format", None)
@@ -390,29 +300,4 @@ _BUILDERS: Final[dict[str, Callable[[Record, dict[str, Any], Limits], AnyRequest
     "classify": _build_classify,
     "rerank": _build_rerank,
     "score": _build_score,
-}
-_CHECKS: Final[dict[str, _Check]] = {
-    "model": _name,
-    "input": _as_is,
-    "query": _long_text,
-    "documents": _as_is,
-    "top_n": _top_n,
-    "return_documents": _bool,
-    "raw_scores": _bool,
-    "instruction": _long_text,
-    "sort": _bool,
-    "dimensions": _dimensions,
-    "aggregate": _one_of("mean"),
-    "chunk_tokens": _chunk_tokens,
-    "normalize": _bool,
-    "outputs": _outputs,
-    "encoding": _one_of("bytes", "float", "base64"),
-    "encoding_format": _one_of("bytes", "float", "base64"),
-    "dtype": _one_of("float32", "float16", "int8", "binary"),
-    "prompt_name": _name,
-    "prompt": _long_text,
-    "truncate": _one_of("error", "right", "left"),
-    "priority": _one_of("interactive", "bulk"),
-    "deadline_ms": _deadline_ms,
-    "reply_to": _reply_to,
 }

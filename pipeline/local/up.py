@@ -24,7 +24,7 @@ from rich.panel import Panel
 from actors.ports import Metrics
 from pipeline.app import App
 from pipeline.demo.catalog import demo_models
-from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, watch_signals
+from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, beside, watch_signals
 from pipeline.local.kafka import ApacheKafka, PackagedKafka
 from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer, LocalServerError, free_port
@@ -175,25 +175,15 @@ async def _serve(
     """Run the service beside two watchers; its end ends them."""
     parent = os.getppid() if options.stop_with_parent else None
     problems: list[str] = []
-    failed: Exception | None = None
-    status = ExitStatus.ERROR
-    async with asyncio.TaskGroup() as group:
-        watchers = [
-            group.create_task(_watch(servers, parent, stop, problems)),
-            group.create_task(_announce(app, servers, options, stop, problems, console)),
-        ]
-        try:
-            status = await app.run(stop)
-        except Exception as error:  # noqa: BLE001  raised below, outside the TaskGroup
-            failed = error
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-    if problems:
-        raise OperatorError(problems[0])
-    if failed is not None:
-        raise failed
-    return status
+    try:
+        async with beside(
+            _watch(servers, parent, stop, problems),
+            _announce(app, servers, options, stop, problems, console),
+        ):
+            return await app.run(stop)
+    finally:
+        if problems:
+            raise OperatorError(problems[0])
 
 
 async def _watch(

@@ -2,7 +2,7 @@
 
 Who calls it: the CLI, once, before anything else logs. Modules log through
 `structlog.get_logger(__name__)`; other libraries' `logging` records take the same way.
-What must stay true: nothing a sender wrote reaches a line at any level (bug log I05); no secret
+What must stay true: nothing a sender wrote reaches a line at any level; no secret
 does either; writing a line never raises into its caller; stdout is left to results.
 """
 

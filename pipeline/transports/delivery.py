@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from actors.backoff import Backoff
 from actors.ports import Delivery, SourceClosed
 
 
@@ -198,13 +199,10 @@ class Redelivery:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def backoff_s(self, attempt: int) -> float:
-        """Wait before the attempt that follows `attempt`: doubles, up to the longest."""
-        return float(min(self._longest_s, self._first_s * 2 ** min(attempt - 1, 30)))
-
     def add(self, delivery: HeldDelivery, now: float) -> None:
-        due = now + self.backoff_s(delivery.attempt)
-        heapq.heappush(self._waiting, (due, next(self._order), delivery))
+        """The wait doubles with each attempt, up to the longest."""
+        wait_s = Backoff(self._first_s, self._longest_s, tries=delivery.attempt - 1).next_s()
+        heapq.heappush(self._waiting, (now + wait_s, next(self._order), delivery))
 
     def next_due(self) -> float | None:
         return self._waiting[0][0] if self._waiting else None

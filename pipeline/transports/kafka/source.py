@@ -24,6 +24,7 @@ from aiokafka.errors import (
     RecordTooLargeError,
 )
 
+from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Metrics, SourceStatus
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
@@ -181,7 +182,7 @@ class KafkaSource(BrokerSource):
     # --- polling --------------------------------------------------------------------------------
 
     async def _poll_forever(self) -> None:
-        backoff_s = _RETRY_FIRST_S
+        backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         while not self._closing.is_set():
             try:
                 if self.consumer is None:
@@ -205,11 +206,10 @@ class KafkaSource(BrokerSource):
             except (KafkaError, TimeoutError) as error:
                 await self._replace(words(error))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff_s):
+                    async with asyncio.timeout(backoff.next_s()):
                         await self._closing.wait()
-                backoff_s = min(_RETRY_LONGEST_S, backoff_s * 2)
             else:
-                backoff_s = _RETRY_FIRST_S
+                backoff.reset()
                 self._fault = ""
 
     async def _poll_once(self, consumer: AIOKafkaConsumer) -> None:

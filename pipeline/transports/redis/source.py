@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
+from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.redis.client import (
@@ -174,7 +175,7 @@ class RedisSource(BrokerSource):
     # --- reading --------------------------------------------------------------------------------
 
     async def _read_forever(self) -> None:
-        backoff_s = _RETRY_FIRST_S
+        backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         while not self._closing.is_set():
             try:
                 await self._read_once()
@@ -186,11 +187,10 @@ class RedisSource(BrokerSource):
                 self._replay_from = "0"
                 self._report_fault(error)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff_s):
+                    async with asyncio.timeout(backoff.next_s()):
                         await self._closing.wait()
-                backoff_s = min(_RETRY_LONGEST_S, backoff_s * 2)
             else:
-                backoff_s = _RETRY_FIRST_S
+                backoff.reset()
                 if self._fault:
                     log.info("redis_connection", connected=True, address=self._options.address)
                     self._metrics.gauge("source_connected", 1.0, transport="redis")
@@ -317,7 +317,7 @@ class RedisSource(BrokerSource):
         interval_s = self._options.claim_interval_ms / 1000
         next_claim = self._clock.monotonic()
         claims = 0
-        backoff_s = _RETRY_FIRST_S
+        backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         while True:
             self._tick.clear()
             try:
@@ -336,10 +336,9 @@ class RedisSource(BrokerSource):
                 else:
                     self._report_fault(error)
                     self._replay_from = "0"
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(_RETRY_LONGEST_S, backoff_s * 2)
+                await asyncio.sleep(backoff.next_s())
                 continue
-            backoff_s = _RETRY_FIRST_S
+            backoff.reset()
             await self._rest(next_claim)
 
     async def _rest(self, next_claim: float) -> None:

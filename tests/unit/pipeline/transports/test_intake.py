@@ -103,12 +103,12 @@ async def test_discard_takes_out_and_keeps_order() -> None:
 
 
 @given(st.integers(1, 10_000))
-def test_backoff_doubles_up_to_its_bound(attempt: int) -> None:
+def test_a_released_delivery_waits_longer_with_each_attempt_up_to_a_bound(attempt: int) -> None:
     """E07: a record that always fails comes back ever more rarely, never overflowing."""
     redelivery = Redelivery(0.2, 10.0)
-    wait = redelivery.backoff_s(attempt)
-    assert 0.2 <= wait <= 10.0
-    assert redelivery.backoff_s(attempt + 1) >= wait
+    redelivery.add(delivery(Owner(), 0, attempt), 1000.0)
+    full_s = min(10.0, 0.2 * 2.0 ** min(attempt - 1, 30))
+    assert full_s / 2 <= (redelivery.next_due() or 0.0) - 1000.0 <= full_s + 1e-9
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), max_size=30), st.integers(0, 60))
@@ -118,7 +118,8 @@ def test_due_in_order_of_time(adds: list[tuple[int, int]], until: int) -> None:
     for attempt, now in adds:
         item = delivery(Owner(), len(due), attempt)
         redelivery.add(item, float(now))
-        due.append((now + redelivery.backoff_s(attempt), len(due), item))
+        [at] = [at for at, _, waiting in redelivery._waiting if waiting is item]
+        due.append((at, len(due), item))
     due.sort(key=lambda entry: entry[:2])
     assert redelivery.next_due() == (due[0][0] if due else None)
     assert redelivery.pop_due(until) == [item for at, _, item in due if at <= until]
