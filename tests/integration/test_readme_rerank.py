@@ -14,8 +14,9 @@ import pytest
 
 from embedstream_client import AsyncClient
 from pipeline.app import App
+from pipeline.demo.catalog import RERANKER
 from pipeline.lifecycle import StopSignal
-from pipeline.local.up import RERANKER, Addresses, snippets
+from pipeline.local.up import Addresses, snippets
 from pipeline.settings.load import ModelSettings, RouteSettings, Settings
 from tests.support.servers import ServerInfo, redis_ladder, unique
 

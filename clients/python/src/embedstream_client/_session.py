@@ -86,7 +86,7 @@ class Session:
             outcome = await call.future
         except _TimedOut:
             silence = await self.link.why_silent(call)
-            raise NoReply(f"no reply within {timeout_s:g} s: {silence}") from None
+            raise NoReply(f"no reply within {timeout_s:.3g} s: {silence}") from None
         except asyncio.CancelledError:
             self.link.withdraw(call)
             raise
