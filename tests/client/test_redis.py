@@ -19,6 +19,7 @@ from embedstream_client import (
     EmbedstreamError,
     NoReply,
     Unreachable,
+    _redis,
 )
 from embedstream_client.errors import (
     BadReply,
@@ -493,6 +494,48 @@ async def test_calls_in_flight_survive_a_restart_that_loses_everything(stream: s
         go.set()
         for text, task in asking.items():
             np.testing.assert_array_equal((await task).vector, expected(text))
+    await server.stop()
+
+
+async def test_a_half_open_connection_is_left_and_the_call_answered(
+    redis_info: ServerInfo, stream: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes back and nothing is closed: only a time-out of our own can tell."""
+    monkeypatch.setattr(_redis, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(_redis, "BLOCK_S", 0.2)
+    async with (
+        service(source),
+        Proxy(*host_and_port(redis_info)) as proxy,
+        AsyncClient.from_url(
+            f"redis://127.0.0.1:{proxy.port}/0?stream={stream}", timeout=50
+        ) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        await client.ping()
+        proxy.hold()
+        asking = group.create_task(client.embed("x"))
+        opened = proxy.connections
+        await until(lambda: proxy.connections >= opened + 2)  # both ends were given up
+        proxy.release()
+        np.testing.assert_array_equal((await asking).vector, expected("x"))
+
+
+async def test_a_demoted_server_is_waited_out(stream: str) -> None:
+    """After a fail-over the old server answers READONLY: not an error of the caller's."""
+    server = new_redis("--save", "")
+    await server.start()
+    url = f"redis://{server.address}/0?stream={stream}"
+    scripted = ScriptedService(server.address, stream)
+    async with AsyncClient.from_url(url, timeout=50) as client, asyncio.TaskGroup() as group:
+        await scripted.redis.replicaof("127.0.0.1", "1")
+        asking = group.create_task(client.embed("x"))
+        link = client._open().link
+        await until(lambda: type(link.trouble).__name__ == "ReadOnlyError")  # type: ignore[attr-defined]
+        assert not asking.done()
+        await scripted.redis.replicaof("NO", "ONE")
+        await scripted.reply(await scripted.request(), embed_reply([(0, 4.0)]))
+        assert (await asking).vector[0] == 4.0
+    await scripted.aclose()
     await server.stop()
 
 

@@ -79,7 +79,8 @@ class RedisLink:
         self.reply_to = f"stream:{self._reply_key}"
         self._outbox: deque[_Command] = deque()  # bounded by the calls
         self._wake = asyncio.Event()
-        self._trouble: Exception | None = None
+        self.trouble: Exception | None = None
+        """Why the server cannot be used at the moment."""
 
     # --- what the session calls -----------------------------------------------------------------
 
@@ -115,13 +116,13 @@ class RedisLink:
         try:
             answer = await asyncio.wait_for(command.answer, CONNECT_TIMEOUT_S + ANSWER_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise self._unreachable(self._trouble) from None
+            raise self._unreachable(self.trouble) from None
         if isinstance(answer, Exception):
             raise self._unreachable(answer)
 
     async def why_silent(self, call: Call) -> str:
-        if self._trouble is not None:
-            return self._unreachable(self._trouble).message
+        if self.trouble is not None:
+            return self._unreachable(self.trouble).message
         groups = self._put(_Command(("XINFO", "GROUPS", self._endpoint.stream)))
         misled = self._put(_Command(("EXISTS", f"embedstream.reply.{call.id}")))
         with contextlib.suppress(asyncio.TimeoutError):
@@ -166,7 +167,7 @@ class RedisLink:
                 await self._sender_failed(client, batch, error)
                 await asyncio.sleep(backoff.next_s())
                 continue
-            self._trouble = None
+            self.trouble = None
             backoff.reset()
             for command, answer in zip(batch, answers, strict=True):
                 self._sent(command, answer)
@@ -183,7 +184,7 @@ class RedisLink:
 
     async def _sender_failed(self, client: Any, batch: list[_Command], error: Exception) -> None:
         """Whether the batch arrived is unknown: all of it is sent again, once there is a server."""
-        self._trouble = error
+        self.trouble = error
         with contextlib.suppress(Exception):
             await client.connection_pool.disconnect()
         if _denied(error):
@@ -236,7 +237,7 @@ class RedisLink:
                 await asyncio.sleep(backoff.next_s())
             except Exception as error:  # noqa: BLE001  as in _send_forever
                 _note(error)
-                self._trouble = error
+                self.trouble = error
                 after, lost = _START, True
                 with contextlib.suppress(Exception):
                     await client.connection_pool.disconnect()
@@ -253,7 +254,7 @@ class RedisLink:
         if isinstance(found, Exception):
             _check_server(found)
             raise _Refused(found)
-        self._trouble = None
+        self.trouble = None
         if not found:
             return _START if not isinstance(answers[0], Exception) else after
         for entry_id, fields in found[0][1]:
