@@ -49,8 +49,7 @@ def reply_to_error(
     error = name_error(name, "reply_to")
     if error is not None:
         return error
-    # The default name too: another service on the broker reads it, and on Redis a reply would give
-    # its stream a time to live.
+    # The default name too: another service on the broker reads it.
     if name in sources or name == REQUESTS:
         return "reply_to names a place where requests are read: a reply would become a request"
     if name in (dead_letters, DEAD_LETTERS):

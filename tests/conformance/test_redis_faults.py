@@ -321,6 +321,116 @@ async def test_every_key_written_expires(harness: RedisHarness) -> None:
         assert fields == {b"data": b"x", b"request-id": b"r", b"content-type": b"application/json"}
 
 
+async def key_state(harness: RedisHarness, key: str) -> tuple[Any, int]:
+    """Bytes of the value, and its time to live in seconds."""
+    return await harness.redis.dump(key), await harness.redis.ttl(key)
+
+
+@pytest.mark.parametrize("kind", ["list", "stream"])
+@pytest.mark.parametrize("theirs", ["string", "list", "stream", "hash", "zset"])
+@pytest.mark.parametrize("ttl_s", [None, 100_000])
+async def test_a_key_of_somebody_else_is_left_as_it_is(
+    harness: RedisHarness, kind: str, theirs: str, ttl_s: int | None
+) -> None:
+    """K30: `reply_to` of a key that no reply made: no element, no trim, no time to live."""
+    key, redis = unique("embedstream.other-service"), harness.redis
+    if theirs == "string":
+        await redis.set(key, "text")
+    elif theirs == "list":
+        await redis.rpush(key, *range(20))
+    elif theirs == "stream":
+        for i in range(20):
+            await redis.xadd(key, {"n": i})
+    elif theirs == "hash":
+        await redis.hset(key, "field", "value")
+    else:
+        await redis.zadd(key, {"member": 1.0})
+    if ttl_s is not None:
+        await redis.expire(key, ttl_s)
+    before = await redis.dump(key)
+    async with running(harness.options(reply_stream_maxlen=5)) as transport:
+        with pytest.raises(PublishError, match="nothing was written") as caught:
+            await transport.sink.publish(f"{kind}:{key}", "r", b"x", {})
+        assert not caught.value.retryable
+    after, left_s = await key_state(harness, key)
+    assert after == before
+    assert left_s == -1 if ttl_s is None else left_s > 99_000
+
+
+async def test_a_reply_key_is_appended_to_and_lives_on(harness: RedisHarness) -> None:
+    """K30: a key with a time to live within reply_ttl_s is one of ours: the next reply refreshes it."""
+    async with running(harness.options(reply_ttl_s=500)) as transport:
+        for kind in ("list", "stream"):
+            key = unique("embedstream.reply")
+            await transport.sink.publish(f"{kind}:{key}", "r", b"1", {})
+            await harness.redis.expire(key, 20)
+            await transport.sink.publish(f"{kind}:{key}", "r", b"2", {})
+            assert await harness.redis.ttl(key) > 400
+            length = harness.redis.llen if kind == "list" else harness.redis.xlen
+            assert await length(key) == 2
+
+
+async def test_dead_letters_go_to_a_stream_that_the_operator_made(harness: RedisHarness) -> None:
+    """K30: the settings name that stream, so it is written to, and keeps its own time to live."""
+    await harness.redis.xgroup_create(harness.dead_letters, "readers", mkstream=True)
+    async with running(harness.options(dead_letter_ttl_s=999)) as transport:
+        await transport.sink.publish(transport.sink.dead_letter_destination, "r", b"x", {})
+    assert await harness.redis.xlen(harness.dead_letters) == 1
+    assert await harness.redis.ttl(harness.dead_letters) == -1
+
+
+async def test_one_place_of_the_settings_keeps_its_own_time_to_live(harness: RedisHarness) -> None:
+    """K30: a route's `destination` is the operator's word: an existing stream there is written to."""
+    place = unique("results")
+    await harness.redis.xgroup_create(place, "readers", mkstream=True)
+    transport = await open_transport(
+        harness.options(),
+        destination=f"redis://{harness.server.address}/stream:{place}",
+        clock=SystemClock(),
+        metrics=NoMetrics(),
+    )
+    await transport.sink.publish(f"stream:{place}", "r", b"x", {})
+    await transport.source.aclose()
+    await transport.sink.aclose()
+    assert await harness.redis.xlen(place) == 1
+    assert await harness.redis.ttl(place) == -1
+
+
+async def test_a_server_that_forgot_the_script_is_told_again(own: RedisHarness) -> None:
+    async with running(own.options()) as transport:
+        for body in (b"1", b"2"):
+            await own.redis.script_flush()
+            destinations = [own.reply_destination() for _ in range(20)]
+            await asyncio.gather(*(transport.sink.publish(d, "r", body, {}) for d in destinations))
+            for destination in destinations:
+                assert await own.replies(destination, bool) == [body]
+
+
+async def test_a_user_without_scripts_is_named_at_open(own: RedisHarness) -> None:
+    """K30: replies are written by a script; a user that may run none is told so at start."""
+    await own.redis.execute_command("ACL", "SETUSER", "plain", "on", ">pw", "~*", "+@all", "-eval")
+    with pytest.raises(ConnectionError, match="grant it eval"):
+        await open_transport(
+            own.options(username="plain", password="pw"), clock=SystemClock(), metrics=NoMetrics()
+        )
+
+
+async def test_an_entry_of_thousands_of_fields_is_dead_lettered(harness: RedisHarness) -> None:
+    """K30: more words than a script hands on: the entry is refused, and its dead letter is written."""
+    fields = {f"h{i}": b"x" for i in range(6000)} | {
+        "data": b"{}",
+        "reply-to": b"list:embedstream.x",
+    }
+    await harness.redis.xadd(harness.stream, fields)
+    async with running(harness.options()) as transport:
+        (delivery,) = await collect(transport.source, 1)
+        assert "6001 fields" in str(delivery.damage)
+        assert delivery.headers["reply-to"] == b"list:embedstream.x"
+        sink = transport.sink
+        await sink.publish(sink.dead_letter_destination, "r", b"{}", delivery.headers)
+    assert await harness.redis.xlen(harness.dead_letters) == 1
+
+
 async def test_unread_replies_are_bounded(harness: RedisHarness) -> None:
     """F11: replies that nobody reads do not grow without end."""
     async with running(harness.options(reply_stream_maxlen=100)) as transport:

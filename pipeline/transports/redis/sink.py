@@ -1,9 +1,10 @@
 """Replies and dead letters to Redis: lists and streams, each with a time to live.
 
 Who calls it: egress, many publishes at a time.
-What must stay true: a record and the TTL of its key are written in one MULTI; every key written has
-a TTL and a bounded length; publishes that run together share few connections, because one waiting
-publisher sends for all that wait; one bad destination fails alone.
+What must stay true: a record and the TTL of its key are one step on the server (`redis/append.py`);
+every key that we make has a TTL and a bounded length, and a key that we did not make is never touched
+on a sender's word; publishes that run together share few connections, because one waiting publisher
+sends for all that wait; one bad destination fails alone.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from redis.exceptions import (
-    NoPermissionError,
-    OutOfMemoryError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
 from pipeline.transports.broker_names import reply_to_error
+from pipeline.transports.redis.append import (
+    MAX_FIELDS,
+    REFUSALS,
+    SCRIPT,
+    SHA,
+    append,
+    entry,
+    only_look,
+)
 from pipeline.transports.redis.client import close_client, make_client, ping
+from pipeline.transports.redis.errors import code_of, describe
 from pipeline.transports.redis.options import (
-    DATA_FIELD,
     LIST_PREFIX,
     REPLY_LIST,
     STREAM_PREFIX,
@@ -41,7 +46,7 @@ _BATCH_BYTES = 8 * 1024 * 1024
 class _Waiting:
     """One publish. `woken` is set when it was appointed to send (`leads`) or has its outcome."""
 
-    commands: list[tuple[Any, ...]]
+    write: tuple[Any, ...]  # what follows the script
     size_bytes: int
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     leads: bool = False
@@ -55,10 +60,16 @@ class _Waiting:
 
 
 class RedisSink:
-    """`actors.ports.Sink` over a few pipelined connections."""
+    """`actors.ports.Sink` over a few pipelined connections.
 
-    def __init__(self, options: RedisOptions, *, metrics: Metrics | None = None) -> None:
+    `one_place`: what is written here goes where the settings say, never where a request says.
+    """
+
+    def __init__(
+        self, options: RedisOptions, *, metrics: Metrics | None = None, one_place: bool = False
+    ) -> None:
         self._options = options
+        self._one_place = one_place
         self._metrics = metrics or NoMetrics()
         self._client = make_client(options, connections=_PIPELINES)
         self._queue: deque[_Waiting] = deque()  # bounded by the publishers, each waits for its own
@@ -69,6 +80,23 @@ class RedisSink:
     async def open(self) -> None:
         """Connect. Raises `ConnectionError`."""
         await ping(self._client, self._options)
+        try:
+            await self._client.execute_command(
+                "EVAL", SCRIPT, *only_look(self._options.dead_letter_stream)
+            )
+        except NoPermissionError:
+            raise ConnectionError(self._no_scripts()) from None
+        except (RedisError, OSError, TimeoutError) as error:
+            if code_of(error) == "NOPERM":
+                raise ConnectionError(self._no_scripts()) from None
+            raise ConnectionError(f"Redis at {self._options.address}: {describe(error)}") from None
+
+    def _no_scripts(self) -> str:
+        return (
+            f"Redis at {self._options.address}: this user may not run the script that writes replies: "
+            f"grant it eval, evalsha, type and pttl on {self._options.dead_letter_stream} and on the "
+            "reply keys"
+        )
 
     def default_destination(self, request_id: str) -> str:
         return f"{LIST_PREFIX}{REPLY_LIST}{request_id}"
@@ -94,7 +122,7 @@ class RedisSink:
                 limit_bytes=self.max_record_bytes,
                 given_bytes=size,
             )
-        mine = _Waiting(self._commands(destination, key, body, headers), size)
+        mine = _Waiting(self._write_of(destination, key, body, headers), size)
         self._queue.append(mine)
         self._appoint()
         try:
@@ -153,7 +181,7 @@ class RedisSink:
 
     async def _write(self, batch: list[_Waiting]) -> None:
         try:
-            results = await self._execute(batch)
+            answers = await self._execute(batch)
         except ResponseError as error:
             # The server refused the transaction as a whole; send each alone to find out whose
             # fault it is.
@@ -167,39 +195,50 @@ class RedisSink:
             for waiting in batch:
                 waiting.resolve(self._typed(error))
             return
-        position = 0
-        for waiting in batch:
-            answers = results[position : position + len(waiting.commands)]
-            position += len(waiting.commands)
-            failed = next((answer for answer in answers if isinstance(answer, Exception)), None)
-            waiting.resolve(None if failed is None else self._typed(failed))
+        for waiting, answer in zip(batch, answers, strict=True):
+            waiting.resolve(self._outcome(answer))
 
     async def _execute(self, batch: list[_Waiting]) -> list[Any]:
+        """One answer per record; those of a server that does not know the script yet are sent again."""
+        answers = await self._run(batch, "EVALSHA", SHA)
+        unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if unknown:
+            again = await self._run([batch[i] for i in unknown], "EVAL", SCRIPT)
+            for i, answer in zip(unknown, again, strict=True):
+                answers[i] = answer
+        return answers
+
+    async def _run(self, batch: list[_Waiting], command: str, script: str) -> list[Any]:
         async with self._client.pipeline(transaction=True) as pipe:
             for waiting in batch:
-                for command in waiting.commands:
-                    pipe.execute_command(*command)
+                pipe.execute_command(command, script, *waiting.write)
             return list(await pipe.execute(raise_on_error=False))
 
+    def _outcome(self, answer: object) -> PublishError | None:
+        if isinstance(answer, Exception):
+            return self._typed(answer)
+        if isinstance(answer, bytes) and answer in REFUSALS:
+            return PublishError(
+                f"Redis at {self._options.address}: {REFUSALS[answer]}; nothing was written",
+                retryable=False,
+            )
+        return None
+
     def _typed(self, error: Exception) -> PublishError:
-        where = self._options.address
-        if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in str(error):
+        where, code = self._options.address, code_of(error)
+        if code == "OOM" or "OOM command not allowed" in str(error):
             self._metrics.count("sink_out_of_memory_total", transport="redis")
             return PublishError(
                 f"Redis at {where} is at its maxmemory: raise it or let clients read their replies",
                 retryable=True,
             )
-        if isinstance(error, NoPermissionError) or str(error).startswith("WRONGTYPE"):
-            return PublishError(f"Redis at {where}: {str(error)[:200]}", retryable=False)
         return PublishError(
-            f"Redis at {where}: {type(error).__name__} {str(error)[:200]}".rstrip(), retryable=True
+            f"Redis at {where}: {describe(error)}", retryable=code not in ("NOPERM", "WRONGTYPE")
         )
 
-    # --- commands -------------------------------------------------------------------------------
-
-    def _commands(
+    def _write_of(
         self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
-    ) -> list[tuple[Any, ...]]:
+    ) -> tuple[Any, ...]:
         options = self._options
         kind, name = split_destination(destination)
         if kind is None:
@@ -207,25 +246,22 @@ class RedisSink:
                 f"{destination[:80]!r} is no Redis destination: list:NAME or stream:NAME",
                 retryable=False,
             )
-        ttl_s, length = options.reply_ttl_s, options.reply_stream_maxlen
+        if len(headers) > MAX_FIELDS:
+            raise PublishError(
+                f"a record of {len(headers)} headers: at most {MAX_FIELDS} are written",
+                retryable=False,
+            )
+        ttl_s, length, chosen = options.reply_ttl_s, options.reply_stream_maxlen, True
         if destination == self.dead_letter_destination:
-            ttl_s, length = options.dead_letter_ttl_s, options.dead_letter_maxlen
-        if kind == LIST_PREFIX:
-            return [
-                ("RPUSH", name, body),
-                ("LTRIM", name, -length, -1),
-                ("EXPIRE", name, ttl_s),
-            ]
-        fields: list[str | bytes] = [DATA_FIELD, body]
-        if "request-id" not in headers:
-            fields += ["request-id", key]
-        for header, value in headers.items():
-            if header != DATA_FIELD:
-                fields += [header, value]
-        return [
-            ("XADD", name, "MAXLEN", "~", length, "*", *fields),
-            ("EXPIRE", name, ttl_s),
-        ]
+            ttl_s, length, chosen = options.dead_letter_ttl_s, options.dead_letter_maxlen, False
+        return append(
+            kind,
+            name,
+            [body] if kind == LIST_PREFIX else entry(key, body, headers),
+            chosen=chosen and not self._one_place,
+            ttl_s=ttl_s,
+            length=length,
+        )
 
 
 def split_destination(destination: str) -> tuple[str | None, str]:
@@ -242,8 +278,10 @@ def bare_name(destination: str) -> str:
 
 
 async def open_sink(options: RedisOptions, *, beside: Source | None, metrics: Metrics) -> RedisSink:
-    """A connected sink. Raises `ConnectionError`; nothing stays open then."""
-    sink = RedisSink(options, metrics=metrics)
+    """A connected sink; beside no source it is a route's one place. Raises `ConnectionError`; nothing
+    stays open then.
+    """
+    sink = RedisSink(options, metrics=metrics, one_place=beside is None)
     try:
         await sink.open()
     except BaseException:

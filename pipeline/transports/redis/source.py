@@ -46,6 +46,10 @@ _CLAIM_BATCH = 100
 _CLEAN_EVERY_CLAIMS = 12
 _DEAD_AFTER_IDLES = 10
 """A consumer without pending entries is removed once idle for this many `claim_idle_ms`."""
+_MAX_HEADERS = 500
+"""Fields of one entry beside the record; the sink writes a few more in a dead letter."""
+_ANSWERED_BY = ("reply-to", "request-id", "content-type")
+"""The headers without which a damaged entry could not be answered."""
 _TROUBLE = (RedisError, OSError, TimeoutError)
 
 
@@ -271,11 +275,17 @@ class RedisSource(BrokerSource):
                 continue  # the other loop took it over while we waited for its count
             fields = dict(entry.fields or {})
             body = fields.pop(DATA_FIELD, b"")
+            damage = None
+            if len(fields) > _MAX_HEADERS:
+                damage = f"the entry has {len(fields)} fields beside data, at most {_MAX_HEADERS} are read"
+                read = [*fields][:_MAX_HEADERS] + [n for n in _ANSWERED_BY if n in fields]
+                fields = {name: fields[name] for name in read}
             delivery = HeldDelivery(
                 self,
                 entry.id,
                 body=body,
                 headers=fields,
+                damage=damage,
                 key=None,
                 default_id=entry.id,
                 received_at=now,

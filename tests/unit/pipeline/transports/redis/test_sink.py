@@ -32,13 +32,13 @@ class ScriptedSink(RedisSink):
         try:
             for _ in range(self._chance.randrange(4)):
                 await asyncio.sleep(0)
-            bodies = [waiting.commands[0][2] for waiting in batch]
+            bodies = [waiting.write[-1] for waiting in batch]
             if any(body == b"denied" for body in bodies):
                 raise NoPermissionError("NOPERM no permissions")
             if self._chance.random() < self._fail_share:
                 raise ConnectionFailed("gone")
             self.written += bodies
-            return [1] * sum(len(waiting.commands) for waiting in batch)
+            return [b"ok"] * len(batch)
         finally:
             self.running -= 1
 
