@@ -15,7 +15,7 @@ import pytest
 from embedstream_client import AsyncClient, Client, NoReply, Unreachable
 from embedstream_client.errors import RecordTooLarge
 from pipeline.observe.metrics import PrometheusMetrics
-from tests.support.client import embed_reply, service, until, waiting_for
+from tests.support.client import embed_reply, held, service, until, waiting_for
 from tests.support.fakes import FakeRunner, fake_ids, fake_vector
 from tests.support.servers import ServerInfo, kafka_ladder, unique
 
@@ -87,9 +87,9 @@ async def test_a_cancelled_call_is_withdrawn_over_kafka(url: str, source: str) -
         asyncio.TaskGroup() as group,
     ):
         kept = [group.create_task(client.embed(f"kept {i}")) for i in range(3)]
-        await until(lambda: len(app.table) == 3)
+        await until(lambda: held(app) == 3)
         gone = group.create_task(client.embed(["gone a", "gone b"]))
-        await until(lambda: len(app.table) == 4)
+        await until(lambda: held(app) == 4)
         gone.cancel()
         await until(lambda: cancelled(metrics) == 1)
         go.set()

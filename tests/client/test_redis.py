@@ -34,7 +34,15 @@ from embedstream_client.errors import (
 )
 from gpu.batch import PackedBatch
 from pipeline.observe.metrics import PrometheusMetrics
-from tests.support.client import ScriptedService, embed_reply, failure, service, until, waiting_for
+from tests.support.client import (
+    ScriptedService,
+    embed_reply,
+    failure,
+    held,
+    service,
+    until,
+    waiting_for,
+)
 from tests.support.fakes import FakeRunner, fake_ids, fake_vector
 from tests.support.killable import Proxy
 from tests.support.servers import ServerInfo, new_redis, redis_ladder, unique
@@ -434,9 +442,9 @@ async def test_a_cancelled_call_withdraws_its_queued_request(url: str, source: s
     ):
         # the first two fill the executor and the batch that waits behind it
         kept = [group.create_task(client.embed(f"kept {i}")) for i in range(2)]
-        await until(lambda: len(app.table) == 2)
+        await until(lambda: held(app) == 2)
         gone = group.create_task(client.embed(["gone a", "gone b", "gone c", "gone d"]))
-        await until(lambda: len(app.table) == 3)
+        await until(lambda: held(app) == 3)
         gone.cancel()
         await until(lambda: _count(metrics, "cancel_records_total", outcome="cancelled") == 1)
         go.set()
@@ -487,7 +495,7 @@ async def test_calls_in_flight_survive_a_restart_that_loses_everything(stream: s
         asyncio.TaskGroup() as group,
     ):
         asking = {f"text {i}": group.create_task(client.embed(f"text {i}")) for i in range(60)}
-        await until(lambda: len(app.table) > 0)
+        await until(lambda: held(app) > 0)
         server.kill()
         asking |= {f"late {i}": group.create_task(client.embed(f"late {i}")) for i in range(20)}
         await server.restart()

@@ -141,3 +141,8 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def held(app: App) -> int:
+    """Requests between ingress and egress."""
+    return 0 if app.graph is None else len(app.graph.table)
