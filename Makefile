@@ -17,7 +17,7 @@ BENCH_STAMP := $(VENV)/.embedstream-bench
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo    real broker, real models, ~1,000 documents, five questions (about 4 minutes)'
+	@echo 'make demo    real broker, real models, ~1,000 documents, five questions (about 2 minutes)'
 	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
 	@echo 'make test    every test that this machine can run'
 	@echo 'make check   format, lint, types, import layers'

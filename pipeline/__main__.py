@@ -1,9 +1,18 @@
-"""`python -m pipeline`: the same as the console script `embedstream`."""
+"""The console script `embedstream` and `python -m pipeline`: handlers of signals, then all the rest."""
 
 from __future__ import annotations
 
-import sys
+from pipeline.cli import interrupts
 
-from pipeline.cli.commands import main
 
-sys.exit(main())
+def main() -> None:
+    """Run one command and end the process with its status."""
+    interrupts.watch()
+    from pipeline.cli import commands
+
+    interrupts.started()
+    interrupts.leave(interrupts.status(commands.main()))
+
+
+if __name__ == "__main__":
+    main()

@@ -47,7 +47,8 @@ class ExitStatus(IntEnum):
     FORCED_INT = 128 + signal.SIGINT
     """Interrupted, or forced by a second signal, the last one being SIGINT."""
     FORCED_TERM = 128 + signal.SIGTERM
-    """Forced by a second signal, the last one being SIGTERM."""
+    """Ended by SIGTERM before there was anything to drain, or forced by a second signal, the last one
+    being SIGTERM."""
 
 
 class OperatorError(Exception):

@@ -8,8 +8,8 @@ model, the setting and the remedy; nothing is left running then.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from gpu.batch import ModelInfo, Runner
 from gpu.executor import ModelExecutor
 from gpu.faults import ModelLoadError
 from gpu.load import RunnerFactory
-from pipeline.demo.fetch import ModelFetchError, resolve_model
+from pipeline.demo.fetch import ModelFetchError, fetch_model
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.settings.load import ModelSettings, Settings
 
@@ -38,9 +38,9 @@ class LoadedModels:
     runners: dict[str, Runner]
     infos: dict[str, ModelInfo]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = EXECUTOR_CLOSE_S) -> None:
         """Stop threads and drop models."""
-        self.executor.close(EXECUTOR_CLOSE_S)
+        self.executor.close(timeout_s)
 
 
 def executor_workers(settings: Settings) -> int:
@@ -93,6 +93,11 @@ async def load_models(
         OperatorError: a model cannot be had or does not load.
     """
     if factories is None:
+        if importlib.util.find_spec("torch") is None:
+            raise OperatorError(
+                "torch is not installed, and models run on it: pip install torch, with --index-url "
+                'for another build than pip\'s own (README.md, "With a GPU")'
+            )
         if not settings.models:
             raise OperatorError(
                 "no model is configured: add [models.NAME] with a path, or run "
@@ -121,7 +126,7 @@ async def load_models(
             for note in runner.info.notes:
                 log.warning("model_note", model=name, note=note)
     except BaseException:
-        loaded.close()
+        loaded.close(0.0)  # a load cannot be interrupted, and nobody waits for its model
         raise
     return loaded
 
@@ -130,20 +135,10 @@ async def _factory(
     name: str, model: ModelSettings, on_phase: Callable[[str], None]
 ) -> Callable[[], Runner]:
     on_phase(f"fetching model {name}")
-    abandoned = threading.Event()
-
-    def progress(stage: str, done: int, total: int) -> None:
-        if (
-            abandoned.is_set()
-        ):  # asked several times a second: a signal does not wait for a download
-            raise ModelFetchError("the download was abandoned because the service stops")
-
     try:
-        path = await asyncio.to_thread(resolve_model, model.path, progress=progress)
+        path = await fetch_model(model.path)
     except ModelFetchError as error:
         raise OperatorError(f"models.{name}.path: {error}") from error
-    finally:
-        abandoned.set()
     return RunnerFactory(name, msgspec.structs.replace(model, path=path), offline=False)
 
 

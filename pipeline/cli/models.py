@@ -13,24 +13,18 @@ from pipeline.lifecycle import ExitStatus
 
 
 def list_() -> int:
-    """One row per packaged model."""
-    from rich.table import Table
+    """Two lines per packaged model, within 60 columns but for what it is."""
+    from rich.padding import Padding
     from rich.text import Text
 
     from pipeline.demo.fetch import is_fetched, list_models, models_root
 
-    table = Table("name", "task", "size", "licence", "here", "what", box=None, pad_edge=False)
-    for model in list_models():
-        table.add_row(
-            Text(model.name),
-            model.task,
-            f"{model.model_bytes / 1e6:.0f} MB",
-            model.licence,
-            "yes" if is_fetched(model) else "no",
-            Text(model.summary),
-        )
     out = out_console()
-    out.print(table)
+    for model in list_models():
+        here = "here" if is_fetched(model) else "not here"
+        size = f"{model.model_bytes / 1e6:.0f} MB"
+        out.out(f"{model.name:<23} {model.task:<6} {size:>6}  {model.licence:<10} {here}")
+        out.print(Padding(Text(model.summary), (0, 0, 0, 2), expand=False))
     out.out(f"\nfolder: {models_root()}")
     return ExitStatus.OK
 

@@ -2,20 +2,25 @@
 
 Who calls it: `pipeline.cli.ask`.
 What must stay true: results only on stdout (or in --out); a JSONL line is the wire reply with float
-vectors; a failed request or item is visible in every form; an npz file is whole or absent.
+vectors; a failed request or item is visible in every form; a file of --out is whole or as it was.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import stat
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pipeline.cli.console import usage_error
 from pipeline.lifecycle import OperatorError
+from pipeline.whole_file import WholeFile
 from schemas.codec import encode_reply
 from schemas.errors import EmbedstreamError
 from schemas.headers import JSON
@@ -75,60 +80,23 @@ def _error_text(error: EmbedstreamError) -> str:
     return f"{error.code}: {error.message}{where}{sizes}"
 
 
-class Writer(Protocol):
-    """One output. Used as a context manager; leaving it normally finishes the output."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None: ...
-    def write(self, question: Question, reply: Reply | FailureReply) -> None:
-        """The next reply, in the order of the questions."""
-        ...
-
-
-def open_writer(
-    task: str, output: Literal["table", "jsonl", "npz"], out: Path | None
-) -> TableWriter | JsonlWriter | NpzWriter:
-    """The writer of a command. Raises `OperatorError` when `out` cannot be written."""
-    if output == "npz":
-        if out is None:
-            raise usage_error("--output npz needs a file: add --out vectors.npz")
-        _check_folder(out)
-        return NpzWriter(out)
-    return JsonlWriter(out) if output == "jsonl" else TableWriter(task, out)
-
-
-def _check_folder(out: Path) -> None:
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise OperatorError(f"{out} cannot be written: name a file in a folder that exists")
-
-
-def _open(out: Path) -> IO[bytes]:
-    try:
-        return out.open("wb")
-    except OSError as error:
-        raise OperatorError(
-            f"{out} cannot be written ({error.strerror}): name another file with --out"
-        ) from None
-
-
-class JsonlWriter:
-    """One wire reply a line, written and flushed at once."""
+class Writer(ABC):
+    """One output. Leaving the `with` block without `finish` leaves a file as it was."""
 
     def __init__(self, out: Path | None) -> None:
-        self._file: IO[bytes] = sys.stdout.buffer if out is None else _open(out)
-        self._own = out is not None
+        self._out = None if out is None else WholeFile(out, "--out")
 
     def __enter__(self) -> Self:
         return self
 
+    @abstractmethod
     def write(self, question: Question, reply: Reply | FailureReply) -> None:
-        self._file.write(encode_reply(reply, content_type=JSON, encoding="float") + b"\n")
-        self._file.flush()
+        """The next reply, in the order of the questions."""
+
+    def finish(self) -> None:
+        """All replies are in."""
+        if self._out is not None:
+            self._out.keep()
 
     def __exit__(
         self,
@@ -136,11 +104,65 @@ class JsonlWriter:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._own:
-            self._file.close()
+        if self._out is not None:
+            self._out.__exit__(kind, error, tb)
 
 
-class TableWriter:
+def open_writer(task: str, output: Literal["table", "jsonl", "npz"], out: Path | None) -> Writer:
+    """The writer of a command. Raises `OperatorError` when `out` cannot be written."""
+    if output == "npz":
+        if out is None:
+            raise usage_error("--output npz needs a file: add --out vectors.npz")
+        return NpzWriter(out)
+    return JsonlWriter(out) if output == "jsonl" else TableWriter(task, out)
+
+
+class JsonlWriter(Writer):
+    """One wire reply a line; on stdout written and flushed at once."""
+
+    def write(self, question: Question, reply: Reply | FailureReply) -> None:
+        line = encode_reply(reply, content_type=JSON, encoding="float") + b"\n"
+        if self._out is None:
+            _print_whole(line)
+        else:
+            self._out.write(line)
+
+
+def _print_whole(line: bytes) -> None:
+    """To stdout; when the disk behind it is full, the part of the line that went in is taken out."""
+    stream = sys.stdout.buffer
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # no file at all: a test's
+        stream.write(line)
+        return
+    start = _position(descriptor)
+    try:
+        rest = memoryview(line)
+        while rest:  # past Python's buffer, which would try to write the rest of it at the exit
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # a terminal that is our stdin, too
+                select.select([], [descriptor], [])
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if start is not None:
+            os.ftruncate(descriptor, start)
+        raise OperatorError(
+            f"standard output cannot be written ({error.strerror}): it ends after the last whole line"
+        ) from None
+
+
+def _position(descriptor: int) -> int | None:
+    """Where the next line begins in a regular file; None for a terminal or a pipe."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return None
+    append = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+    return os.lseek(descriptor, 0, os.SEEK_END if append else os.SEEK_CUR)
+
+
+class TableWriter(Writer):
     """Rows for people: gathered, printed at the end."""
 
     _HEADS: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -150,14 +172,11 @@ class TableWriter:
     }  # fmt: skip
 
     def __init__(self, task: str, out: Path | None) -> None:
+        super().__init__(out)
         self._task = task
-        self._out = None if out is None else _open(out)
         self._rows: list[tuple[str, ...]] = []
         self._many = False
         self._ids: set[str] = set()
-
-    def __enter__(self) -> Self:
-        return self
 
     def write(self, question: Question, reply: Reply | FailureReply) -> None:
         self._ids.add(reply.id)
@@ -196,16 +215,10 @@ class TableWriter:
             )
         ]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if kind is None and self._rows:
+    def finish(self) -> None:
+        if self._rows:
             self._print()
-        if self._out is not None:
-            self._out.close()
+        super().finish()
 
     def _print(self) -> None:
         from rich.table import Table
@@ -266,7 +279,7 @@ def _as_array(data: bytes, dtype: DType) -> Any:
     return np.frombuffer(data, dtype=kinds[dtype])
 
 
-class NpzWriter:
+class NpzWriter(Writer):
     """Everything in one numpy archive, written when all is in.
 
     ids, index [n]; then by task embeddings [n, dimensions], or scores [n] (rerank), or scores
@@ -275,16 +288,13 @@ class NpzWriter:
     """
 
     def __init__(self, out: Path) -> None:
-        self._path = out
+        super().__init__(out)
         self._ids: list[str] = []
         self._index: list[int] = []
         self._rows: list[Any] = []
         self._kinds: set[tuple[Any, ...]] = set()
         self._labels: list[str] | None = None
         self._errors: list[tuple[str, int, str]] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def write(self, question: Question, reply: Reply | FailureReply) -> None:
         if isinstance(reply, FailureReply):
@@ -320,15 +330,8 @@ class NpzWriter:
             )
         return row
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            return
-        import tempfile
+    def finish(self) -> None:
+        import io
 
         import numpy as np
 
@@ -343,13 +346,8 @@ class NpzWriter:
             arrays[name] = np.stack(self._rows)
         if self._labels is not None:
             arrays["labels"] = np.array(self._labels, dtype=str)
-        try:
-            with tempfile.NamedTemporaryFile(
-                dir=self._path.parent, suffix=".tmp", delete=False
-            ) as file:
-                np.savez(file, **arrays)
-            os.replace(file.name, self._path)
-        except OSError as problem:
-            raise OperatorError(
-                f"{self._path} cannot be written ({problem.strerror}): name another file with --out"
-            ) from None
+        archive = io.BytesIO()  # zip goes back and forth, a pipe does not
+        np.savez(archive, **arrays)
+        assert self._out is not None
+        self._out.write(archive.getbuffer())
+        super().finish()

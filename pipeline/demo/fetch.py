@@ -10,6 +10,7 @@ module did not make is never touched; settings are read from the environment in 
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +92,27 @@ def resolve_model(
         f"there is no model {name!r}: give a folder that exists, a hub id (owner/name), "
         f"or one of the packaged models: {packaged}"
     )
+
+
+async def fetch_model(name: str, *, progress: Progress | None = None) -> str:
+    """`resolve_model` on a thread, for a caller that may be cancelled: then the download ends at its
+    next report of progress, and nobody waits for it.
+
+    Raises:
+        ModelFetchError: as `resolve_model`.
+    """
+    abandoned = threading.Event()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if abandoned.is_set():
+            raise ModelFetchError("the download was abandoned because the process stops")
+        if progress is not None:
+            progress(stage, done, total)
+
+    try:
+        return await asyncio.to_thread(resolve_model, name, progress=report)
+    finally:
+        abandoned.set()
 
 
 def is_fetched(model: PackagedModel, root: Path | None = None) -> bool:

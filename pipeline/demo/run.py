@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -28,7 +27,7 @@ from pipeline.demo.check import Ledger, Vectors, nearest, parse_metrics, quantil
 from pipeline.demo.clients import DemoBrokerError
 from pipeline.demo.corpus import Corpus, load_corpus
 from pipeline.demo.doors import Door, broker_door, inproc_door
-from pipeline.demo.fetch import ensure_model, find_model, is_fetched
+from pipeline.demo.fetch import fetch_model, find_model, is_fetched
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.kafka import packaged_kafka_binary
 from pipeline.local.redis import find_redis
@@ -36,6 +35,8 @@ from pipeline.local.server import LocalServerError
 from pipeline.settings.load import Settings
 
 TEXTS_PER_REQUEST = 16
+FEW = 12
+"""Documents of the first answer: enough to choose among, embedded in a moment."""
 CANDIDATES = 10
 SHOWN = 3
 RPC_CALLS = 50
@@ -100,29 +101,18 @@ async def run_demo(
 
 
 async def _fetch_models(console: Console) -> None:
-    """Both models, with a bar for what has to be downloaded. Ctrl-C ends a download at once."""
+    """Both models, with a bar for what has to be downloaded."""
     missing = [m for name in (EMBEDDER, RERANKER) if (m := find_model(name)) and not is_fetched(m)]
     if not missing:
         return
-    abandoned = threading.Event()
     with screen.download_progress(console) as progress:
         for model in missing:
             bar = progress.add_task(f"model {model.name}", total=None)
 
             def report(stage: str, done: int, total: int, bar: Any = bar) -> None:
-                if abandoned.is_set():
-                    raise _Abandoned
                 progress.update(bar, description=stage, completed=done, total=total or None)
 
-            try:
-                await asyncio.to_thread(ensure_model, model.name, progress=report)
-            except asyncio.CancelledError:
-                abandoned.set()
-                raise
-
-
-class _Abandoned(Exception):
-    """Ends the thread that fetches; nobody waits for its result any more."""
+            await fetch_model(model.name, progress=report)
 
 
 def _introduce(console: Console, corpus: Corpus) -> None:
@@ -153,6 +143,7 @@ def _door(
 async def _show(door: Door, corpus: Corpus, options: DemoOptions, run: _Run) -> None:
     for fact in door.facts:
         run.console.print(f"[dim]{fact}[/dim]")
+    await _first_answer(door, corpus, run)
     ledger, index_s = await _index(door, corpus, run)
     batches, fill, avoided = _packing(parse_metrics(await door.metrics_text()), door)
     matrix = ledger.matrix()
@@ -184,6 +175,23 @@ async def _show(door: Door, corpus: Corpus, options: DemoOptions, run: _Run) -> 
     )
 
 
+async def _first_answer(door: Door, corpus: Corpus, run: _Run) -> None:
+    """One real answer early on, from a few documents: nobody waits for all of them to see one."""
+    if not corpus.questions:
+        return
+    answers = {question.answer for question in corpus.questions}
+    few = sorted(corpus.documents, key=lambda document: document.title not in answers)[:FEW]
+    vectors = await _embed(door, [document.text for document in few], truncate="right")
+    first = replace(corpus, documents=tuple(few))
+    question = corpus.questions[0].text
+    hits, elapsed_ms = await _answer(door, first, vectors, question)
+    run.console.print(
+        f"\nA first answer, from {len(few)} documents; all {len(corpus.documents):,} follow"
+    )
+    screen.show_hits(run.console, question, hits[:SHOWN], elapsed_ms)
+    run.stages.append(("from the start to the first answer", time.monotonic() - run.started))
+
+
 async def _index(door: Door, corpus: Corpus, run: _Run) -> tuple[Ledger, float]:
     """Embed every document in requests of several texts; returns the checked answers and seconds."""
     requests: list[tuple[str, bytes]] = []
@@ -198,21 +206,17 @@ async def _index(door: Door, corpus: Corpus, run: _Run) -> tuple[Ledger, float]:
         expected[request_id] = len(chunk)
     ledger = Ledger(expected)
     started = finished = time.monotonic()
-    first_answer: float | None = None
     with run.stage("embedding"), screen.count_progress(run.console) as progress:
         bar = progress.add_task("embedding", total=len(texts))
 
         def on_reply(request_id: str, body: bytes) -> bool:
-            nonlocal finished, first_answer
+            nonlocal finished
             ledger.record(request_id, body)
             finished = time.monotonic()
-            first_answer = first_answer or finished
             progress.update(bar, completed=ledger.n_answered)
             return ledger.complete
 
         await door.exchange(requests, on_reply, patience_s=PATIENCE_S)
-    if first_answer is not None:
-        run.stages.append(("from the start to the first answer", first_answer - run.started))
     if problems := ledger.problems():
         raise OperatorError(f"demo: {'; '.join(problems)}")
     if ledger.truncated:
@@ -241,7 +245,7 @@ async def _answer(
 ) -> tuple[list[screen.Hit], float]:
     """Embed the question, take the nearest documents, let the reranker put them in order."""
     started = time.monotonic()
-    query = await _embed(door, question)
+    (query,) = await _embed(door, [question])
     found = nearest(matrix, query, CANDIDATES)
     record = {
         "id": _next_id("rank"),
@@ -270,19 +274,25 @@ async def _measure_rpc(door: Door, corpus: Corpus, run: _Run) -> list[float]:
     with run.stage(f"{RPC_CALLS} RPCs"), screen.count_progress(run.console) as progress:
         for number in progress.track(range(RPC_CALLS), description="RPC latency"):
             started = time.monotonic()
-            await _embed(door, f"what is {titles[number % len(titles)]}?")
+            await _embed(door, [f"what is {titles[number % len(titles)]}?"])
             latencies.append(time.monotonic() - started)
     return latencies
 
 
-async def _embed(door: Door, text: str) -> Vectors:
-    reply = await _ask(door, {"id": _next_id("ask"), "input": text})
-    entry = reply["data"][0]
-    if "error" in entry:
-        raise OperatorError(f"demo: a question failed: {entry['error'].get('code')}")
-    if fault := vector_fault(entry.get("embedding")):
-        raise OperatorError(f"demo: the vector of a question: {fault}")
-    return np.frombuffer(entry["embedding"], dtype="<f4")
+async def _embed(door: Door, texts: Sequence[str], *, truncate: str = "error") -> Vectors:
+    """[n_texts, dimensions] float32, each vector checked."""
+    record = {"id": _next_id("ask"), "input": list(texts), "truncate": truncate}
+    reply = await _ask(door, record)
+    rows = []
+    for entry in reply["data"]:
+        if "error" in entry:
+            raise OperatorError(f"demo: a question failed: {entry['error'].get('code')}")
+        if fault := vector_fault(entry.get("embedding")):
+            raise OperatorError(f"demo: the vector of a question: {fault}")
+        rows.append(np.frombuffer(entry["embedding"], dtype="<f4"))
+    if len(rows) != len(texts):
+        raise OperatorError(f"demo: {len(rows)} vectors for {len(texts)} texts")
+    return np.stack(rows)
 
 
 async def _ask(door: Door, record: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,8 @@ START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 6.0  # the packaged Kafka broker takes 5.0 s to honour SIGTERM
 _POLL_S = 0.02
 _TAIL_BYTES = 2000
+_TAIL_LINES = 4
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PORT_TRIES = 3
 
 
@@ -72,6 +75,8 @@ class LocalServer(ABC):
         self.data_dir = data_dir or Path(tempfile.mkdtemp(prefix="embedstream-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self.served = False
+        """Set by whoever has made somebody rely on its data; until then it may be ended at once."""
 
     @property
     def address(self) -> str:
@@ -168,11 +173,22 @@ class LocalServer(ABC):
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
     def log_tail(self) -> str:
-        """The last lines of the server's output."""
+        """The last whole lines of the server's output, without colours."""
         try:
-            return self.log_path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+            text = self.log_path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace")
         except OSError:
             return ""
+        return "\n".join(_COLOUR.sub("", text).strip().splitlines()[-_TAIL_LINES:])
+
+    def death(self) -> str | None:
+        """What ended the running server, with its last words; None while it runs."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return None
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        words = " | ".join(self.log_tail().splitlines())
+        return f"{self.label} has died ({how}); its last words: {words or 'none'}"
 
     def _watch(self, pid: int) -> None:
         # The shell blocks on a pipe that only we hold open: the kernel closes it when we die.
@@ -203,7 +219,7 @@ class LocalServer(ABC):
                     if self._process.poll() is not None:
                         raise LocalServerError(
                             f"{self.label} ended at once with status {self._process.returncode}: "
-                            f"{self.log_tail()[-600:] or 'it said nothing'}"
+                            f"{self.log_tail() or 'it said nothing'}"
                         )
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:

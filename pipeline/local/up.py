@@ -9,8 +9,8 @@ the service takes requests; a broker that dies stops the service with a clear li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import broker_names
 from pipeline.transports.redis.options import REPLY_LIST
+from pipeline.whole_file import WholeFile, has_reader
 
 PARTITIONS = 6
 _WATCH_S = 0.25
@@ -39,7 +40,10 @@ _WATCH_S = 0.25
 
 # The packaged broker makes a group's first member wait for half of the session time-out, and answers
 # an idle fetch only after half of its wait: short values here are what makes it quick.
-_PACKAGED_KAFKA = "session_timeout_ms=4000&heartbeat_interval_ms=500&fetch_max_wait_ms=15"
+# It hands out no producer ids either, which `idempotent=auto` would find out and warn about.
+_PACKAGED_KAFKA = (
+    "session_timeout_ms=4000&heartbeat_interval_ms=500&fetch_max_wait_ms=15&idempotent=false"
+)
 _APACHE_KAFKA = "session_timeout_ms=6000&heartbeat_interval_ms=1500&fetch_max_wait_ms=50"
 
 
@@ -125,9 +129,20 @@ async def run_up(
     base = settings or Settings()
     console = console or Console()
     stop = StopSignal(base.lifecycle.drain_budget_s)
-    with watch_signals(stop, on_action=lambda action, signum: _say_stop(console, action)):
+    starting = asyncio.timeout(None)
+
+    def on_action(action: str, signum: int) -> None:
+        _say_stop(console, action)
+        with contextlib.suppress(RuntimeError):  # the brokers have started: the service drains
+            starting.reschedule(0.0)
+
+    with watch_signals(stop, on_action=on_action):
         async with AsyncExitStack() as resources:
-            kafka, redis = await _start_servers(options, resources, console)
+            try:
+                async with starting:
+                    kafka, redis = await _start_servers(options, resources, stop, console)
+            except TimeoutError:
+                return ExitStatus.OK
             health = options.health_port or free_port()
             full = up_settings(
                 base, kafka=kafka.address, kafka_kind=kafka.kind, redis=redis.url, health=health
@@ -137,7 +152,7 @@ async def run_up(
 
 
 async def _start_servers(
-    options: UpOptions, resources: AsyncExitStack, console: Console
+    options: UpOptions, resources: AsyncExitStack, stop: StopSignal, console: Console
 ) -> tuple[ApacheKafka | PackagedKafka, RedisServer]:
     try:
         kafka: ApacheKafka | PackagedKafka
@@ -145,11 +160,9 @@ async def _start_servers(
             kafka = ApacheKafka(options.kafka_home, port=options.kafka_port or None)
         else:
             kafka = PackagedKafka(port=options.kafka_port or None)
-        # The packaged broker holds everything in memory, so there is nothing to close in order; it
-        # would take five seconds over it.
-        resources.push_async_callback(_stop_server, kafka)
+        resources.push_async_callback(_stop_server, kafka, stop)
         redis = RedisServer(port=options.redis_port or None)
-        resources.push_async_callback(_stop_server, redis)
+        resources.push_async_callback(_stop_server, redis, stop)
         for server in (kafka, redis):
             console.print(f"[dim]starting {server.label} ({server.kind})[/dim]")
             await server.start()
@@ -158,8 +171,12 @@ async def _start_servers(
     return kafka, redis
 
 
-async def _stop_server(server: LocalServer) -> None:
-    if isinstance(server, PackagedKafka):
+async def _stop_server(server: LocalServer, stop: StopSignal) -> None:
+    """In order, unless it keeps nothing on disk, never served, or somebody is in a hurry.
+
+    The packaged broker holds everything in memory and would take five seconds to close.
+    """
+    if isinstance(server, PackagedKafka) or not server.served or stop.forced:
         server.close()
     else:
         await server.stop()
@@ -192,10 +209,8 @@ async def _watch(
     """Request the stop when a broker has died or the parent is gone."""
     while not stop.requested:
         for server in servers:
-            if not server.running:
-                problems.append(
-                    f"{server.label} has died; its last words: {server.log_tail()[-300:] or 'none'}"
-                )
+            if (death := server.death()) is not None:
+                problems.append(death)
                 stop.request(f"{server.label} has died")
                 return
         if parent is not None and os.getppid() != parent:
@@ -215,6 +230,8 @@ async def _announce(
     """Once ready: print the addresses, and write the ready file; stop when that cannot be."""
     await app.ready.wait()
     kafka, redis = servers
+    for server in servers:
+        server.served = True
     addresses = Addresses(
         pid=os.getpid(),
         kafka=kafka.address,
@@ -228,23 +245,21 @@ async def _announce(
     _print(console, addresses)
     if options.ready_file is not None:
         try:
-            write_ready_file(options.ready_file, addresses)
+            await write_ready_file(options.ready_file, addresses)
         except OperatorError as error:
             problems.append(str(error))
             stop.request("the ready file cannot be written")
 
 
-def write_ready_file(path: Path, addresses: Addresses) -> None:
-    """Atomic: whoever sees the file reads all of it. Raises `OperatorError`."""
-    try:
+async def write_ready_file(path: Path, addresses: Addresses) -> None:
+    """Whoever sees the file reads all of it; a FIFO waits for its reader. Raises `OperatorError`."""
+    with contextlib.suppress(OSError):  # told below
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as handle:
-            handle.write(msgspec.json.encode(addresses))
-        os.replace(handle.name, path)
-    except OSError as error:
-        raise OperatorError(
-            f"cannot write the ready file {path} ({error.strerror}): name a path that can be written"
-        ) from error
+    while path.is_fifo() and not has_reader(path):  # noqa: ASYNC110, ASYNC240 - a FIFO has no event
+        await asyncio.sleep(_WATCH_S)
+    with WholeFile(path, "--ready-file") as file:
+        file.write(msgspec.json.encode(addresses))
+        file.keep()
 
 
 def read_ready_file(path: Path) -> Addresses:

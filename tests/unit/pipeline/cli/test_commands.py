@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
+from rich.console import Console
 from typer.testing import CliRunner
 
 import pipeline.demo.fetch
@@ -627,6 +629,59 @@ def test_check_reports_everything_that_is_wrong(
 def test_check_of_wrong_settings_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "-s", "log.level=loud"]) == 1
     assert "log.level" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_printed_as_it_is() -> None:
+    alone, asked = embedstream(), embedstream("--help")
+    assert alone.returncode == 2 and asked.returncode == 0
+    assert alone.stderr.strip() == asked.stdout.strip() and alone.stdout == ""
+
+
+def test_models_list_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.cli.models.out_console", lambda: Console(width=60))
+    assert main(["models", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("folder:")) <= 60
+    assert any(line.startswith("all-MiniLM-L6-v2") and "Apache-2.0" in line for line in lines)
+
+
+def test_without_torch_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "torch" else real(name)
+    )
+    assert main(["embed", "x", "--model", str(ROOT)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "torch is not installed" in line and "pip install torch" in line
+
+
+@pytest.mark.parametrize(
+    ("shell", "environment"),
+    [
+        ("bash", {"COMP_WORDS": "embedstream em", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "embedstream em"}),
+        (
+            "fish",
+            {"_TYPER_COMPLETE_ARGS": "embedstream em", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        ),
+    ],
+)
+def test_shells_get_a_script_and_completions(shell: str, environment: dict[str, str]) -> None:
+    def ask(what: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline"], cwd=ROOT, capture_output=True, text=True,
+            timeout=50, env={**os.environ, **environment, "_EMBEDSTREAM_COMPLETE": what},
+        )  # fmt: skip
+        assert not done.stderr
+        return done.stdout
+
+    assert "_EMBEDSTREAM_COMPLETE=complete_" + shell in ask(f"source_{shell}")
+    assert "embed" in ask(f"complete_{shell}") and "rerank" not in ask(f"complete_{shell}")
+    assert f"source_{shell}" in (ROOT / "README.md").read_text()
 
 
 def test_models_list_and_fetch(

@@ -112,6 +112,18 @@ async def run(
     return status, output.getvalue()
 
 
+async def test_a_first_answer_comes_before_all_the_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = FakeDoor()
+    _, shown = await run(monkeypatch, door)
+    first, query, rank = door.asked[:3]
+    assert len(first["input"]) == demo.FEW and first["input"][0].startswith("word 0:")
+    assert query["input"] == ["what is 0?"] and rank["query"] == "what is 0?"
+    assert shown.index("A first answer, from 12 documents") < shown.index("embedding")
+    assert "from the start to the first answer" in shown
+
+
 async def test_a_right_service_is_shown_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     door = FakeDoor()
     status, shown = await run(monkeypatch, door)
@@ -127,12 +139,12 @@ async def test_a_right_service_is_shown_and_measured(monkeypatch: pytest.MonkeyP
     assert lines["padding avoided (of what padding would cost)"] == "25%"
     assert " / " in lines["RPC p50 / p99 of 50"]
     assert "Everything shown above was checked." in shown
-    batches = [len(r["input"]) for r in door.asked if isinstance(r.get("input"), list)]
+    batches = [len(r["input"]) for r in door.asked if r["id"].startswith("doc-")]
     assert batches == [16, 16, 8]
     ids = [request["id"] for request in door.asked]
     assert len(set(ids)) == len(ids), "request ids are dedup keys: each is used once"
     reranks = [request for request in door.asked if "query" in request]
-    assert len(reranks) == 5
+    assert len(reranks) == 6  # the first answer and five questions
     assert all(len(request["documents"]) == 10 for request in reranks)
 
 
@@ -233,7 +245,7 @@ async def test_ctrl_c_ends_a_download_at_once(monkeypatch: pytest.MonkeyPatch) -
         finally:
             ended.set()
 
-    monkeypatch.setattr(demo, "ensure_model", endless)
+    monkeypatch.setattr("pipeline.demo.fetch.resolve_model", endless)
     monkeypatch.setattr(demo, "is_fetched", lambda model: False)
     fetching = asyncio.ensure_future(demo._fetch_models(Console(file=io.StringIO())))
     await asyncio.to_thread(started.wait, 10)

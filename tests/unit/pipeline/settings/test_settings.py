@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 
 from actors.admission import LaneBudget
-from actors.egress import PublishPolicy
 from actors.packing import PackingPolicy
+from actors.publish import PublishPolicy
 from pipeline.settings import page as settings_doc
 from pipeline.settings import records
 from pipeline.settings.build import LIMITS_META, fields_of, unwrap
@@ -356,7 +356,7 @@ def test_a_route_names_a_model_that_exists() -> None:
 
 
 def test_routes_need_a_model() -> None:
-    assert "models fetch" in refused({"routes.a.source": "kafka://localhost/q"})
+    assert "--model" in refused({"routes.a.source": "kafka://localhost/q"})
 
 
 def test_two_defaults_for_one_task() -> None:
@@ -550,7 +550,6 @@ def test_a_part_built_by_itself_behaves_as_the_settings_say() -> None:
     assert publishing.attempts == publish.attempts
     assert publishing.first_backoff_s * 1000 == publish.backoff_ms
     assert publishing.max_backoff_s * 1000 == publish.max_backoff_ms
-    assert publishing.split_replies == publish.split_replies
     lane, budget = records.LaneAdmission(), LaneBudget()
     assert budget.max_requests == lane.max_in_flight_requests
     assert budget.max_tokens == lane.max_in_flight_tokens

@@ -1,0 +1,112 @@
+"""A file that somebody named for a result: whole or untouched, with its mode; a pipe is written through.
+
+Who calls it: `--out` of the one-off commands, `--ready-file` of `up`.
+What must stay true: a regular file (behind links, too) is replaced in one step with its mode kept, and
+only by `keep`; whatever else stands there (a FIFO, a device) is written as it is; whatever happens,
+nothing half-written and no temporary file is left; every failure names the file and the option.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipeline.lifecycle import OperatorError
+
+
+class WholeFile:
+    """Opened at once, so that a name that cannot be written is told before any work. Use with `with`.
+
+    Args:
+        path: as the person wrote it. option: what they wrote it after, for the message.
+
+    Raises:
+        OperatorError: it cannot be opened or, later, written.
+    """
+
+    def __init__(self, path: Path, option: str) -> None:
+        self._named, self._option = path, option
+        self._target = Path(os.path.realpath(path))
+        self._beside: Path | None = None
+        try:
+            self._file = os.fdopen(self._open(), "wb")
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def _open(self) -> int:
+        try:
+            mode = self._target.stat().st_mode
+        except FileNotFoundError:
+            mode = None
+        if mode is not None and not stat.S_ISREG(mode):
+            return os.open(self._target, os.O_WRONLY)
+        if mode is not None and not os.access(self._target, os.W_OK):
+            raise PermissionError(0, "it is write-protected")
+        beside = self._target.parent / f".embedstream-{uuid.uuid4().hex}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(beside, flags, 0o666)  # a new file's mode is up to the umask
+        self._beside = beside
+        if mode is not None:
+            os.fchmod(descriptor, stat.S_IMODE(mode))
+        return descriptor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """More of the content. Raises `OperatorError`."""
+        try:
+            self._file.write(data)
+            if self._beside is None:
+                self._file.flush()  # somebody reads along
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def keep(self) -> None:
+        """The content is all there: put it in place. Raises `OperatorError`."""
+        try:
+            self._file.flush()
+            if self._beside is not None:
+                os.fsync(self._file.fileno())  # some disks tell only now that they are full
+                os.replace(self._beside, self._target)
+                self._beside = None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:  # what did not fit before: told already
+            pass
+        finally:
+            if self._beside is not None:
+                self._beside.unlink(missing_ok=True)
+
+    def _refused(self, error: OSError) -> OperatorError:
+        return OperatorError(
+            f"{self._named} cannot be written ({error.strerror or type(error).__name__}): "
+            f"name another file with {self._option}"
+        )
+
+
+def has_reader(fifo: Path) -> bool:
+    """Whether somebody reads: opening to write would wait for them, deaf to signals."""
+    try:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    return True
