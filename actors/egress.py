@@ -11,7 +11,7 @@ holds up its own route alone. The queue of a route is bounded by admission plus 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -112,6 +112,35 @@ class Egress:
                 ticket=in_flight.ticket,
             )
         )
+
+    def withdraw(
+        self, unwanted: Callable[[Delivery], bool] = lambda _: True, *, at_most: int | None = None
+    ) -> int:
+        """Release deliveries whose computation has not begun, the newest first; returns how many."""
+        n_released = 0
+        for in_flight in reversed(list(self._table)):
+            if in_flight.closed or in_flight.first_forward_at is not None:
+                continue
+            gone = [delivery for delivery in in_flight.deliveries if unwanted(delivery)]
+            if not gone:
+                continue
+            if len(gone) == len(in_flight.deliveries):
+                in_flight.closed = True  # its items fall out of the queues
+                self._table.remove(in_flight)
+                if in_flight.ticket is not None:
+                    outbox = self._outbox(in_flight.route)
+                    following = outbox.order.withdraw(in_flight.ticket)
+                    if following is not None:
+                        self._quiet.clear()
+                        outbox.queue.put_nowait(following)
+            else:
+                in_flight.deliveries = [d for d in in_flight.deliveries if d not in gone]
+            for delivery in gone:
+                delivery.release("withdrawn before it was computed")
+            n_released += len(gone)
+            if at_most is not None and n_released >= at_most:
+                break
+        return n_released
 
     async def refuse(self, outgoing: Outgoing) -> None:
         """Send a failure or dead letter for a record that was never admitted; waits for a slot."""

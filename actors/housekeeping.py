@@ -55,6 +55,7 @@ class Housekeeping:
     def tick(self, *, lag_s: float, elapsed_s: float) -> None:
         """One round."""
         self.loop_lag_s = lag_s
+        self._table.tick(elapsed_s)
         self._metrics.observe("loop_lag_seconds", lag_s)
         epoch_ms = self._clock.epoch_ms()
         for in_flight in self._table:

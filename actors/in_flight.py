@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from actors.admission import Admission
 from actors.messages import InFlight
 from actors.ports import Delivery
+from actors.rate import Rate
 from schemas.requests import Lane
 
 
@@ -30,6 +31,8 @@ class InFlightTable:
         self._room.set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._n_answered = 0
+        self._rate = Rate()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -71,6 +74,7 @@ class InFlightTable:
         if in_flight not in self._all:
             return
         del self._all[in_flight]
+        self._n_answered += in_flight.first_forward_at is not None
         if self._by_key.get(in_flight.join_key) is in_flight:
             del self._by_key[in_flight.join_key]
         same_id = self._by_id[in_flight.request.id]
@@ -81,6 +85,17 @@ class InFlightTable:
         self._room.set()
         if not self._all:
             self._empty.set()
+
+    def tick(self, elapsed_s: float) -> None:
+        """Once per round of housekeeping: how fast are requests answered?"""
+        self._rate.note(self._n_answered, elapsed_s, busy=bool(self._all))
+        self._n_answered = 0
+
+    def beyond(self, budget_s: float) -> int:
+        """Requests that cannot be answered within `budget_s` at the measured rate."""
+        if self._rate.per_s is None:
+            return 0
+        return max(0, len(self._all) - int(self._rate.per_s * budget_s))
 
     async def wait_for_room(self) -> None:
         """Wait until something was refunded since the last call."""

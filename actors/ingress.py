@@ -107,6 +107,9 @@ class Ingress:
             )
 
     async def _accept(self, delivery: Delivery) -> None:
+        if delivery.withdrawn:
+            self._give_back(delivery)
+            return
         if delivery.damage is not None:
             await self._refuse(delivery, UndecodableRecord(delivery.damage), letter=True)
             return
@@ -136,6 +139,10 @@ class Ingress:
             await self._refuse(delivery, gave_up, request=request, letter=True)
             return
         await self._admit(delivery, decoded, request)
+
+    def _give_back(self, delivery: Delivery) -> None:
+        delivery.release("withdrawn before it was admitted")
+        self._current = None
 
     def _settle(self, delivery: Delivery) -> None:
         delivery.settle()
@@ -167,6 +174,9 @@ class Ingress:
             if isinstance(decision, Accept):
                 break
             await self._wait_for_room(decision.reason, request.deadline_ms)
+            if delivery.withdrawn:
+                self._give_back(delivery)
+                return
         in_flight = InFlight(
             request=request,
             route=self.route,

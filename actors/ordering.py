@@ -53,6 +53,16 @@ class KeyOrder(Generic[T]):
             return None
         return line[0].work
 
+    def withdraw(self, ticket: Ticket[T]) -> T | None:
+        """It will never finish; returns the work that may leave in its stead, or None."""
+        line = self._lines[ticket.key]
+        was_first = line[0] is ticket
+        line.remove(ticket)
+        if not line:
+            del self._lines[ticket.key]
+            return None
+        return line[0].work if was_first else None
+
     def waiting(self) -> Iterator[T]:
         """Work that has finished and not left."""
         for line in self._lines.values():

@@ -10,7 +10,7 @@ in here, and "dead letter" is no verb: publish to the dead-letter destination, t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +81,7 @@ class Delivery(Protocol):
     received_at     time.monotonic() at receipt
     origin          where it came from, for logs and dead letters:
                     {"transport","topic","partition","offset"} or {"transport","stream","id"}
+    withdrawn       taken back by its source (a revoked partition): whoever has not begun drops it
     damage          why the body is no record at all (a batch that cannot be decoded), else None
     """
 
@@ -102,6 +103,8 @@ class Delivery(Protocol):
     def origin(self) -> Mapping[str, str | int]: ...
     @property
     def damage(self) -> str | None: ...
+    @property
+    def withdrawn(self) -> bool: ...
 
     def settle(self) -> None:
         """Finished for good: the reply is durable; never give it to anybody again."""
@@ -110,6 +113,12 @@ class Delivery(Protocol):
     def release(self, reason: str) -> None:
         """Hand it back: it is delivered again (here after a back-off, or to another member)."""
         ...
+
+
+class Withdraw(Protocol):
+    """Releases the deliveries that `unwanted` picks and nobody has begun; returns how many."""
+
+    def __call__(self, unwanted: Callable[[Delivery], bool]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,10 @@ class Source(Protocol):
     def stop_intake(self) -> None:
         """No delivery is handed out any more; held ones can still be settled. Fetched but not
         handed-out records go back."""
+        ...
+
+    def withdraw_with(self, withdraw: Withdraw) -> None:
+        """How to have held deliveries released whose computation has not begun."""
         ...
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:

@@ -44,6 +44,8 @@ from pipeline.transports.registry import Transport, open_transport
 
 log = structlog.get_logger(__name__)
 
+DRAIN_SHARE = 0.8
+"""Of the drain budget may be planned for; the rest is for publishing, settling and a rate that falls."""
 CLOSE_BUDGET_S = 5.0
 """For leaving groups and closing connections after the drain, whatever state the brokers are in."""
 
@@ -237,7 +239,15 @@ async def _exhausted(graph: Graph) -> None:
 
 
 async def _drain(graph: Graph, deadline: Deadline) -> None:
-    log.info("draining", in_flight=len(graph.table), budget_s=round(deadline.remaining_s(), 1))
+    # What cannot be finished is others' work now, not when the budget is over.
+    beyond = graph.table.beyond(deadline.remaining_s() * DRAIN_SHARE)
+    released = graph.egress.withdraw(at_most=beyond) if beyond else 0
+    log.info(
+        "draining",
+        in_flight=len(graph.table),
+        released=released,
+        budget_s=round(deadline.remaining_s(), 1),
+    )
     await _exhausted(graph)
     await graph.table.wait_empty()
     await graph.egress.wait_quiet()

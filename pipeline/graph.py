@@ -150,6 +150,8 @@ def build_graph(
         clock=clock,
         metrics=metrics,
     )
+    for route in routes:
+        route.source.withdraw_with(egress.withdraw)
     return Graph(
         routes=routes,
         ingresses=ingresses,

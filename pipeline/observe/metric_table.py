@@ -98,6 +98,11 @@ METRICS: tuple[MetricSpec, ...] = (
         "Batches that could not be decoded and were dead-lettered.",
         "transport",
     ),
+    _counter(
+        "source_skipped_done_total",
+        "Records that a commit remembered as finished and that were not done again.",
+        "transport",
+    ),
     _counter("source_commit_failures_total", "Commits that the broker refused.", "transport"),
     _counter("source_reconnects_total", "Times a source connected anew.", "transport"),
     _counter("source_claimed_total", "Entries taken over from a silent member.", "transport"),

@@ -24,6 +24,7 @@ class Owner(Protocol):
 
     def on_settle(self, delivery: HeldDelivery) -> None: ...
     def on_release(self, delivery: HeldDelivery, reason: str) -> None: ...
+    def is_withdrawn(self, delivery: HeldDelivery) -> bool: ...
 
 
 class HeldDelivery:
@@ -96,6 +97,15 @@ class HeldDelivery:
             epoch=self.epoch,
             damage=self.damage,
         )
+
+    def is_of(self, owner: object) -> bool:
+        """Did this source hand it out?"""
+        return self._owner is owner
+
+    @property
+    def withdrawn(self) -> bool:
+        """Taken back by its source: whoever has not begun with it drops it."""
+        return self._owner.is_withdrawn(self)
 
     def settle(self) -> None:
         """Finished for good; only the first outcome counts."""

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from actors.ports import Clock, Delivery, Metrics, NoMetrics, SourceStatus, SystemClock
+from actors.ports import Clock, Delivery, Metrics, NoMetrics, SourceStatus, SystemClock, Withdraw
 from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery
 
 
@@ -60,6 +60,13 @@ class SourceBase:
         """See `actors.ports.Source`."""
         self._hand_off.resume()
         self._wake.set()
+
+    def withdraw_with(self, withdraw: Withdraw) -> None:
+        """See `actors.ports.Source`. Here nobody else takes them while they are held."""
+
+    def is_withdrawn(self, delivery: HeldDelivery) -> bool:
+        """See `delivery.Owner`."""
+        return False
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`. Here nobody else would get them while this process lives."""

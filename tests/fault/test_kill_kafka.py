@@ -19,7 +19,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from schemas.codec import decode_reply
 from schemas.results import Reply
 from tests.support.fakes import fake_ids, fake_vector
-from tests.support.processes import service_process
+from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo, apache_home, new_apache, unique
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
@@ -279,3 +279,85 @@ async def test_broker_killed_while_replies_wait_loses_nothing(tmp_path: Path) ->
                 await collect(consumer, set(records), seen, {})
     finally:
         server.close()
+
+
+async def note_letters(consumer: AIOKafkaConsumer, found: set[str]) -> None:
+    """Ids of the dead letters that came."""
+    for records in (await consumer.getmany(timeout_ms=200)).values():
+        found |= {record.key.decode() for record in records}
+
+
+async def test_a_record_that_kills_the_process_is_given_up_and_its_neighbours_are_answered(
+    kafka_server: ServerInfo, tmp_path: Path
+) -> None:
+    """E07, K39: the poison ends in a dead letter after its attempts; all beside it are answered.
+    The count stands in the commit's metadata, so that it survives each death."""
+    if not kafka_server.real_kafka:
+        pytest.skip("the packaged broker keeps no commit metadata")
+    bench = Bench(kafka_server.address)
+    await bench.create(1)
+    good = requests(32)
+    everything = {**dict(list(good.items())[:16]), "poison": {"input": "poison"}, **good}
+    config = bench.config(poison="poison", forward_s=0.002, max_batch_tokens=512)
+    await bench.produce(everything)
+    seen: Counter[str] = Counter()
+    letters: set[str] = set()
+    async with (
+        bench.reading(bench.replies, 1) as replies,
+        bench.reading(bench.dead_letters, 1) as dead,
+    ):
+        lives = 0
+        while "poison" not in letters:
+            lives += 1
+            assert lives <= 8, "the poison is never given up"
+            service = ServiceProcess(config, tmp_path, f"life{lives}")
+            try:
+                while service.process.poll() is None and "poison" not in letters:
+                    await note_letters(dead, letters)
+            finally:
+                service.close()
+        with service_process(config, tmp_path, "last"):
+            await collect_replies(replies, set(good), seen)
+    assert letters == {"poison"}
+    print(f"given up after {lives} lives; duplicates {sum(seen.values()) - len(seen)}")
+
+
+async def collect_replies(consumer: AIOKafkaConsumer, wanted: set[str], seen: Counter[str]) -> None:
+    while not wanted <= set(seen):
+        await collect_some_ids(consumer, seen)
+
+
+async def collect_some_ids(consumer: AIOKafkaConsumer, seen: Counter[str]) -> None:
+    for records in (await consumer.getmany(timeout_ms=200)).values():
+        for record in records:
+            seen[record.key.decode()] += 1
+
+
+@pytest.mark.real_kafka
+async def test_scale_out_under_a_backlog_repeats_no_more_than_what_was_in_a_forward(
+    kafka_server: ServerInfo, tmp_path: Path
+) -> None:
+    """K48: 5,000 queued, two joins and one SIGTERM: what nobody has begun is handed over at once."""
+    bench = Bench(kafka_server.address)
+    await bench.create(6)
+    records = requests(5000)
+    seen: Counter[str] = Counter()
+    config = bench.config(forward_s=0.005)
+    await bench.produce(records)
+    async with bench.reading(bench.replies, 6) as consumer:
+        with service_process(config, tmp_path, "first") as first:
+            while len(seen) < 200:
+                await collect_some_ids(consumer, seen)
+            with (
+                service_process(config, tmp_path, "second"),
+                service_process(config, tmp_path, "third"),
+            ):
+                while len(seen) < 1500:
+                    await collect_some_ids(consumer, seen)
+                first.signal(signal.SIGTERM)
+                assert await asyncio.to_thread(first.wait) == 0, first.log()
+                await collect_replies(consumer, set(records), seen)
+    duplicates = sum(seen.values()) - len(seen)
+    print(f"kafka: 5000 queued, two joins, one SIGTERM: lost 0, duplicates {duplicates}")
+    # 64 tokens a batch, four a text: 16 requests in each of two batches, at each of three rebalances
+    assert duplicates <= 3 * 2 * 16

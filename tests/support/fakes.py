@@ -163,6 +163,7 @@ class FakeDelivery:
     received_at: float = 0.0
     origin: Mapping[str, str | int] = field(default_factory=lambda: {"transport": "fake"})
     damage: str | None = None
+    withdrawn: bool = False
     outcome: str | None = None
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class ClusterFacts:
     idempotent         the cluster hands out producer ids
     max_message_bytes  smallest known `max.message.bytes` of reply and dead-letter topic
     notices            one line each, for the log and `embedstream check`
+    broker_creates     a topic that is asked for is made (`auto.create.topics.enable`); None: not told
     partition_counts   partitions by request topic; empty unless the group begins at `latest`
     group_topics       request topics of which the group had committed offsets
     """
@@ -44,6 +45,7 @@ class ClusterFacts:
     idempotent: bool
     max_message_bytes: int | None
     notices: tuple[str, ...]
+    broker_creates: bool | None = None
     partition_counts: Mapping[str, int] = field(default_factory=dict)
     group_topics: frozenset[str] = frozenset()
     latest: bool = False
@@ -104,6 +106,7 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
             await _ensure_topics(options, admin, notices)
             limit = await _message_limit(options, admin)
             idempotent = await _supports_idempotence(options, admin, notices)
+            creates = await _broker_creates(admin)
             counts, known = await _starts(options, admin)
     except TimeoutError:
         raise ConnectionError(
@@ -115,7 +118,7 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
     for notice in notices:
         log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
     latest = options.auto_offset_reset == "latest"
-    return ClusterFacts(idempotent, limit, tuple(notices), counts, known, latest)
+    return ClusterFacts(idempotent, limit, tuple(notices), creates, counts, known, latest)
 
 
 def words(error: BaseException) -> str:
@@ -268,25 +271,47 @@ async def _starts(
             return counts, frozenset(p.topic for p, o in found.items() if o.offset >= 0)
 
 
+async def topic_limit(options: KafkaOptions, topic: str) -> int | None:
+    """`max.message.bytes` of a topic as it is now; None where the broker does not tell."""
+    try:
+        async with asyncio.timeout(_REACH_S), _admin(options) as admin:
+            found = await _config(admin, ConfigResourceType.TOPIC, [topic], "max.message.bytes")
+    except (ConnectionError, KafkaError, TimeoutError):
+        return None
+    return min((int(value) for value in found), default=None)
+
+
 async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:
     """The smallest `max.message.bytes` of the topics we write; None where brokers do not tell."""
-    resources = [
-        ConfigResource(ConfigResourceType.TOPIC, topic, configs={"max.message.bytes": None})
-        for topic in (options.reply_topic, options.dead_letter_topic)
-    ]
+    topics = [options.reply_topic, options.dead_letter_topic]
+    found = await _config(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
+    return min((int(value) for value in found), default=None)
+
+
+async def _broker_creates(admin: AIOKafkaAdminClient) -> bool | None:
+    brokers = [str(broker.nodeId) for broker in admin._client.cluster.brokers()][:1]
+    name = "auto.create.topics.enable"
+    found = await _config(admin, ConfigResourceType.BROKER, brokers, name)
+    return found[0] == "true" if found else None
+
+
+async def _config(
+    admin: AIOKafkaAdminClient, kind: ConfigResourceType, names: Sequence[str], entry: str
+) -> list[str]:
+    """Values of one configuration entry; brokers may keep it to themselves."""
+    resources = [ConfigResource(kind, name, configs={entry: None}) for name in names]
     try:
         async with asyncio.timeout(_REACH_S):
             answers = await admin.describe_configs(resources)
     except (KafkaError, TimeoutError):
-        return None
-    limits = [
-        int(entry[1])
+        return []
+    return [
+        found[1]
         for answer in answers
         for code, _, _, _, entries in answer.resources
-        for entry in entries
-        if code == 0 and entry[0] == "max.message.bytes" and entry[1]
+        for found in entries
+        if code == 0 and found[0] == entry and found[1]
     ]
-    return min(limits, default=None)
 
 
 async def _supports_idempotence(

@@ -8,12 +8,15 @@ gone or a rebalance is pending (aiokafka's own `stop` does not).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka.errors import IllegalStateError, KafkaError
+from aiokafka.structs import OffsetAndMetadata
 
 from pipeline.transports.kafka import client_gaps as kafka_records
 from pipeline.transports.kafka.cluster import client_settings, closed_in_time
@@ -25,6 +28,31 @@ _REJOIN_SLACK_MS = 2_000
 _ASK_TIMEOUT_S = 3.0
 _STUCK_POLL_S = 1.0
 _CUT_TIMEOUT_S = 1.0
+
+
+class Member(Protocol):
+    """Whose consumer it is."""
+
+    consumer: AIOKafkaConsumer | None
+
+    async def on_revoked(self, partitions: set[TopicPartition]) -> None: ...
+    def on_assigned(self, partitions: set[TopicPartition]) -> None: ...
+
+
+class Listener(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Forwards rebalances of one consumer; those of a replaced consumer are ignored."""
+
+    def __init__(self, member: Member, consumer: AIOKafkaConsumer) -> None:
+        self._member = member
+        self._consumer = consumer
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        if self._member.consumer is self._consumer:
+            await self._member.on_revoked(set(revoked))
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        if self._member.consumer is self._consumer:
+            self._member.on_assigned(set(assigned))
 
 
 async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaConsumer:
@@ -86,6 +114,26 @@ def position_now(consumer: AIOKafkaConsumer, partition: TopicPartition) -> int |
         return None
     state = assignment.state_value(partition)
     return int(state.position) if state.has_valid_position else None
+
+
+async def committed_now(
+    consumer: AIOKafkaConsumer, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, OffsetAndMetadata]:
+    """The group's commits with their metadata, which aiokafka's own `committed` leaves out."""
+    found = await consumer._coordinator.fetch_committed_offsets(list(partitions))
+    return {partition: commit for partition, commit in found.items() if commit.offset >= 0}
+
+
+def is_member(consumer: AIOKafkaConsumer) -> bool:
+    """False after the group has put us out: brokers take the commit of a stranger while a group is
+    empty, and ours would be an old one."""
+    return consumer._coordinator is not None and bool(consumer._coordinator.generation >= 0)
+
+
+def step_back(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> None:
+    """Read again from `offset`; nothing when the partition is no longer ours."""
+    with contextlib.suppress(IllegalStateError):
+        consumer.seek(partition, offset)
 
 
 def end_offset(

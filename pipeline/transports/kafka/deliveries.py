@@ -11,6 +11,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.transports.delivery import HeldDelivery, Owner
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
+from pipeline.transports.kafka.watermark import PartitionWatermark
 
 KEY_ID_PREFIX = "key-hex:"
 """Begins the id that stands for a key which is no text, or which begins so itself."""
@@ -51,9 +52,13 @@ def partition_fields(partition: TopicPartition) -> dict[str, str | int]:
 
 
 def delivery_of(
-    owner: Owner, partition: TopicPartition, record: ConsumerRecord, epoch: int, now: float
+    owner: Owner,
+    partition: TopicPartition,
+    record: ConsumerRecord,
+    mark: PartitionWatermark,
+    now: float,
 ) -> HeldDelivery:
-    """One record as a delivery of this epoch; a batch that nobody can read as a damaged one."""
+    """One record as a delivery of this assignment; a batch that nobody can read as a damaged one."""
     origin = {"transport": "kafka", **partition_fields(partition), "offset": record.offset}
     damage = None
     if isinstance(record.value, UnreadableBatch):
@@ -69,6 +74,8 @@ def delivery_of(
         default_id=key or f"{partition.topic}-{partition.partition}-{record.offset}",
         received_at=now,
         origin=origin,
-        epoch=epoch,
+        attempt=1 + mark.attempts.get(record.offset, 0),
+        redelivered=record.offset < mark.known.handed_out,
+        epoch=mark.epoch,
         damage=damage,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping
 
 import structlog
@@ -27,6 +28,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
+from aiokafka.partitioner import DefaultPartitioner
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
 from pipeline.transports.broker_names import reply_to_error
@@ -35,9 +37,11 @@ from pipeline.transports.kafka.cluster import (
     client_settings,
     closed_in_time,
     survey,
+    topic_limit,
     words,
 )
 from pipeline.transports.kafka.deliveries import key_of_id
+from pipeline.transports.kafka.directory import TopicDirectory
 from pipeline.transports.kafka.options import KafkaOptions, topic_error
 from pipeline.transports.kafka.source import KafkaSource
 
@@ -46,9 +50,12 @@ log = structlog.get_logger(__name__)
 RECORD_OVERHEAD_BYTES = 1024
 """Kept free below the broker's limit: batch and record framing (under 100 bytes), a key of 256."""
 MAX_BATCH_BYTES = 256 * 1024
-_FIND_TOPIC_S = 5.0
 _CUT_TIMEOUT_S = 1.0
-_MAX_KNOWN_TOPICS = 10_000
+_PRUNE_EVERY_S = 60.0
+_FAULT_AFTER = 3
+_FAULT_FOR_S = 12.0
+"""Above egress' longest wait between two tries: a fault lasts as long as tries fail."""
+_WHY = {"missing": "it does not exist", "forbidden": "not allowed", "invalid": "no topic name"}
 _PERMANENT = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError, InvalidTopicError)
 _BROKEN_PRODUCER = (OutOfOrderSequenceNumber, ProducerClosed, ProducerFenced)
 
@@ -63,7 +70,12 @@ class KafkaSink:
         self._starting = asyncio.Lock()
         self._idempotent = options.idempotent is True
         self._batch_bytes = min(MAX_BATCH_BYTES, options.max_request_size)
-        self._known_topics: set[str] = set()
+        self._own = frozenset((options.reply_topic, options.dead_letter_topic))
+        self._topics = TopicDirectory()
+        self._pruned_at = time.monotonic()
+        self._read_limits: set[str] = set()
+        self._reading_limits, self._queueing = asyncio.Lock(), asyncio.Lock()
+        self._n_failures, self._failure, self._last_failure_at = 0, "", 0.0
         self._closed = False
         self._bounds: set[asyncio.Timeout] = set()
         self.max_record_bytes: int | None = options.max_request_size - RECORD_OVERHEAD_BYTES
@@ -73,6 +85,7 @@ class KafkaSink:
         """Connect. `facts` spare a second survey. Raises `ConnectionError`."""
         facts = facts or await survey(self._options)
         self._idempotent = facts.idempotent
+        self._topics = TopicDirectory(broker_creates=facts.broker_creates)
         limit = min(self._options.max_request_size, facts.max_message_bytes or 2**31)
         self.max_record_bytes = max(1, limit - RECORD_OVERHEAD_BYTES)
         # A batch above the topic's limit would be refused as a whole, small records included.
@@ -93,52 +106,153 @@ class KafkaSink:
             dead_letters=self._options.dead_letter_topic,
         )
 
+    def fault(self) -> str | None:
+        """Why nothing can be written to the topics that the operator named; None when it can.
+
+        Said after `_FAULT_AFTER` failures in a row, and forgotten when nothing fails any more.
+        """
+        fresh = time.monotonic() < self._last_failure_at + _FAULT_FOR_S
+        return self._failure if fresh and self._n_failures >= _FAULT_AFTER else None
+
     async def publish(
         self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
     ) -> None:
         bound_s = self._options.request_timeout_ms / 1000
         timeout = asyncio.timeout(bound_s)
         self._bounds.add(timeout)  # `aclose` brings it forward: no publish outlives its producer
+        producer: AIOKafkaProducer | None = None
         try:
             async with timeout:
                 producer = await self._ready_producer()
-                if destination not in self._known_topics:
-                    await self._find_topic(producer, destination)
-                await producer.send_and_wait(
-                    destination,
-                    body,
-                    key=key_of_id(key),
-                    headers=list(headers.items()),
-                )
-        except TimeoutError:
-            raise PublishError(
+                await self._find_topic(producer, destination)
+                await self._send(producer, destination, key_of_id(key), body, headers)
+        except PublishError as error:
+            self._note_failure(destination, error)
+            raise
+        except (TimeoutError, KafkaError) as error:
+            failure = await self._failed(producer, destination, error)
+            self._note_failure(destination, failure)
+            raise failure from None
+        finally:
+            self._bounds.discard(timeout)
+        if destination in self._own:
+            self._n_failures = 0
+        self._metrics.count("sink_records_total", transport="kafka")
+
+    async def _send(
+        self,
+        producer: AIOKafkaProducer,
+        topic: str,
+        key: bytes,
+        body: bytes,
+        headers: Mapping[str, bytes],
+    ) -> None:
+        given = len(body) + sum(len(name) + len(value) for name, value in headers.items())
+        limit = self._topics.limit(topic)
+        if limit is not None and given + RECORD_OVERHEAD_BYTES > limit:
+            raise self._too_large(topic, given)
+        if limit is None or limit >= self._batch_bytes:
+            try:
+                sent = await producer.send(topic, body, key=key, headers=list(headers.items()))
+            except MessageSizeTooLargeError:  # above max_request_size: nothing was sent
+                raise self._too_large(topic, given) from None
+            try:
+                await sent
+                return
+            except (MessageSizeTooLargeError, RecordListTooLargeError):
+                # The batch was refused, perhaps for a neighbour's sake: the topic's limit is below
+                # what we were told, so from here on its records travel alone.
+                await self._read_limit(topic)
+        try:
+            await self._send_alone(producer, topic, key, body, headers)
+        except (MessageSizeTooLargeError, RecordListTooLargeError):
+            await self._read_limit(topic)
+            raise self._too_large(topic, given) from None
+
+    async def _send_alone(
+        self,
+        producer: AIOKafkaProducer,
+        topic: str,
+        key: bytes,
+        body: bytes,
+        headers: Mapping[str, bytes],
+    ) -> None:
+        """A batch of this record only, on the partition that its key would have had anyway."""
+        partitions = sorted(await producer.partitions_for(topic))
+        batch = producer.create_batch()
+        batch.append(timestamp=None, key=key, value=body, headers=list(headers.items()))
+        partition = DefaultPartitioner()(key, partitions, partitions)
+        # A batch that waits for its turn while the producer is stopped is never sent, and another
+        # one behind it would wait for that: so one waits at a time, and not for a dead producer.
+        async with self._queueing:
+            if not self._is_current(producer):
+                raise ProducerClosed
+            sent = await producer.send_batch(batch, topic, partition=partition)
+        sender = producer._sender.sender_task
+        await asyncio.wait({sent, sender}, return_when=asyncio.FIRST_COMPLETED)
+        if not sent.done():
+            raise ProducerClosed
+        await sent
+
+    async def _read_limit(self, topic: str) -> None:
+        """What the topic takes now; where the broker does not tell, its records go alone."""
+        async with self._reading_limits:
+            if topic not in self._read_limits:
+                self._read_limits.add(topic)
+                self._topics.note_limit(topic, await topic_limit(self._options, topic) or 0)
+
+    def _too_large(self, topic: str, given: int) -> RecordTooLargeForBroker:
+        limit = self._topics.limit(topic)
+        takes = limit - RECORD_OVERHEAD_BYTES if limit else self.max_record_bytes
+        return RecordTooLargeForBroker(
+            f"a record of {given} bytes is too large for topic {topic}: raise "
+            "max.message.bytes of the topic and max_request_size here",
+            limit_bytes=takes,
+            given_bytes=given,
+        )
+
+    async def _failed(
+        self, producer: AIOKafkaProducer | None, topic: str, error: Exception
+    ) -> PublishError:
+        """The error as egress understands it; replaces a producer that cannot go on."""
+        if isinstance(error, TimeoutError):
+            self._topics.forget(topic)
+            bound_s = self._options.request_timeout_ms / 1000
+            return PublishError(
                 "the Kafka sink was closed before the acknowledgement came"
                 if self._closed
                 else f"no acknowledgement from Kafka within request_timeout_ms ({bound_s:g} s)",
                 retryable=True,
-            ) from None
-        except (MessageSizeTooLargeError, RecordListTooLargeError):
-            given = len(body) + sum(len(name) + len(value) for name, value in headers.items())
-            raise RecordTooLargeForBroker(
-                f"a record of {given} bytes is too large for topic {destination}: raise "
-                "max.message.bytes of the topic and max_request_size here",
-                limit_bytes=self.max_record_bytes,
-                given_bytes=given,
-            ) from None
-        except _PERMANENT as error:
-            raise PublishError(
-                f"topic {destination} cannot be written ({type(error).__name__}): "
-                "check its name and the ACLs of this client",
-                retryable=False,
-            ) from None
-        except KafkaError as error:
-            expired = isinstance(error, KafkaTimeoutError)
-            if isinstance(error, _BROKEN_PRODUCER) or not (error.retriable or expired):
-                await self._discard(producer, error)
-            raise PublishError(f"Kafka: {words(error)}", retryable=True) from None
-        finally:
-            self._bounds.discard(timeout)
-        self._metrics.count("sink_records_total", transport="kafka")
+            )
+        assert isinstance(error, KafkaError)
+        if isinstance(error, _PERMANENT):
+            return self._unwritable(topic, type(error).__name__)
+        expired = isinstance(error, KafkaTimeoutError)
+        if expired or isinstance(error, UnknownTopicOrPartitionError):
+            self._topics.forget(topic)
+        if producer is not None and (
+            isinstance(error, _BROKEN_PRODUCER) or not (error.retriable or expired)
+        ):
+            await self._discard(producer, error)
+        return PublishError(f"Kafka: {words(error)}", retryable=True)
+
+    def _unwritable(self, topic: str, why: str) -> PublishError:
+        """What the operator named waits for the operator; what a sender named is the sender's."""
+        own = topic in self._own
+        return PublishError(
+            f"topic {topic} cannot be written ({why}): "
+            + (
+                "create it or set auto_create=true, and check the ACLs of this client"
+                if own
+                else "create it, name another reply_to, or check the ACLs of this client"
+            ),
+            retryable=own,
+        )
+
+    def _note_failure(self, topic: str, error: PublishError) -> None:
+        if topic in self._own and not isinstance(error, RecordTooLargeForBroker):
+            self._n_failures += 1
+            self._failure, self._last_failure_at = str(error), time.monotonic()
 
     async def aclose(self) -> None:
         """Flush what is being sent and disconnect, within `close_timeout_s`."""
@@ -185,27 +299,19 @@ class KafkaSink:
         return producer
 
     async def _find_topic(self, producer: AIOKafkaProducer, topic: str) -> None:
-        """Bounded: aiokafka alone would look for a missing topic until the request times out."""
-        bound_s = min(_FIND_TOPIC_S, self._options.request_timeout_ms / 3000)
-        try:
-            async with asyncio.timeout(bound_s):
-                await producer.partitions_for(topic)
-        except (TimeoutError, UnknownTopicOrPartitionError):
-            try:
-                async with asyncio.timeout(bound_s):
-                    broker_answers = await asyncio.shield(producer.client.force_metadata_update())
-            except TimeoutError:
-                broker_answers = False
-            if broker_answers:
-                raise PublishError(
-                    f"topic {topic} does not exist and the broker does not create it: "
-                    "create it, or name another reply_to",
-                    retryable=False,
-                ) from None
-            raise PublishError("Kafka does not answer", retryable=True) from None
-        if len(self._known_topics) >= _MAX_KNOWN_TOPICS:
-            self._known_topics.clear()
-        self._known_topics.add(topic)
+        verdict = await self._topics.find(producer.client, topic)
+        if verdict == "no answer":
+            raise PublishError("Kafka does not answer", retryable=True)
+        if verdict != "exists":
+            raise self._unwritable(topic, _WHY[verdict])
+        now = time.monotonic()
+        if now > self._pruned_at + _PRUNE_EVERY_S:
+            self._pruned_at = now
+            self._topics.prune(producer.client)
+            self._read_limits.clear()
+
+    def _is_current(self, producer: AIOKafkaProducer) -> bool:
+        return self._producer is producer
 
     async def _discard(self, producer: AIOKafkaProducer, error: KafkaError) -> None:
         if self._producer is producer:
@@ -227,5 +333,9 @@ class KafkaSink:
 async def open_sink(options: KafkaOptions, *, beside: Source | None, metrics: Metrics) -> KafkaSink:
     """A connected sink; `beside` has surveyed the cluster already. Raises `ConnectionError`."""
     sink = KafkaSink(options, metrics=metrics)
-    await sink.open(beside.facts if isinstance(beside, KafkaSource) else None)
+    if isinstance(beside, KafkaSource):
+        beside.watch(sink.fault)
+        await sink.open(beside.facts)
+    else:
+        await sink.open()
     return sink

@@ -11,36 +11,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import (
     ConsumerStoppedError,
-    IllegalStateError,
     KafkaError,
     RecordTooLargeError,
 )
 
 from actors.backoff import Backoff
-from actors.ports import Clock, Deadline, Metrics, SourceStatus
+from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus, Withdraw
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.kafka.client_gaps import UnreadableBatch
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
+    Listener,
     broker_answers,
-    end_offset,
     poll,
-    position_now,
     records_wait,
     start_consumer,
+    step_back,
     stop_consumer,
 )
 from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
+from pipeline.transports.kafka.offsets import COMMIT_TIMEOUT_S, Offsets
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.watermark import Watermarks
+from pipeline.transports.kafka.window import Window
 from pipeline.transports.source import BrokerSource
 
 log = structlog.get_logger(__name__)
@@ -51,26 +52,11 @@ _NOBODY = TopicPartition("embedstream.nobody", 0)
 _POLL_MS = 100
 _IDLE_POLL_S = 0.2
 _PROBE_S = 3.0
-_COMMIT_TIMEOUT_S = 5.0
 _RETRY_FIRST_S = 0.2
 _RETRY_LONGEST_S = 5.0
 _MAX_FETCH_BYTES = 2**30
-
-
-class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
-    """Forwards rebalances of one consumer; those of a replaced consumer are ignored."""
-
-    def __init__(self, source: KafkaSource, consumer: AIOKafkaConsumer) -> None:
-        self._source = source
-        self._consumer = consumer
-
-    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        if self._source.consumer is self._consumer:
-            await self._source.on_revoked(set(revoked))
-
-    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        if self._source.consumer is self._consumer:
-            self._source.on_assigned(set(assigned))
+_DRAIN_SHARE = 0.2
+"""Of the poll interval may a revoke take, at most."""
 
 
 class KafkaSource(BrokerSource):
@@ -88,13 +74,13 @@ class KafkaSource(BrokerSource):
         super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
         self._marks: Watermarks[TopicPartition] = Watermarks(options.max_in_flight_per_partition)
-        self._bytes: dict[TopicPartition, int] = {}
         self._fetch_bytes = options.max_partition_fetch_bytes
-        self._committing = asyncio.Lock()
+        self._offsets = Offsets(options, self._marks, self._metrics)
+        self._window = Window(options, self._clock.monotonic())
+        self._withdraw: Withdraw = lambda unwanted: 0
         self._draining: set[TopicPartition] = set()
-        self._lost: dict[TopicPartition, int] = {}  # records in flight that will not settle here
-        self._undecided: set[TopicPartition] = set()  # whose start is not known yet: not polled
         self._progress = asyncio.Event()  # a settle or release: a drain looks again
+        self._sink_fault: Callable[[], str | None] = lambda: None
         self._alive = False
         self._fault = "not open"
         self._last_record_at = 0.0
@@ -117,6 +103,29 @@ class KafkaSource(BrokerSource):
             ) from None
         self._alive, self._fault = True, ""
 
+    def watch(self, sink_fault: Callable[[], str | None]) -> None:
+        """Take nothing while replies cannot be written: it would be computed again and again."""
+        self._sink_fault = sink_fault
+
+    def withdraw_with(self, withdraw: Withdraw) -> None:
+        """See `actors.ports.Source`."""
+        self._withdraw = withdraw
+
+    def is_withdrawn(self, delivery: HeldDelivery) -> bool:
+        """Its partition is being revoked, or has been."""
+        partition, offset = place_of(delivery)
+        held = self._marks.holds(partition, delivery.epoch, offset)
+        return not held or partition in self._draining
+
+    async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
+        """See `actors.ports.Source`: the commit remembers it before the step begins."""
+        self._offsets.note_attempts(deliveries, +1)
+        await self._commit(COMMIT_TIMEOUT_S)
+
+    async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
+        """See `actors.ports.Source`; the next commit says so."""
+        self._offsets.note_attempts(deliveries, -1)
+
     def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         return self._poll_forever(), self._keep_house()
 
@@ -126,7 +135,7 @@ class KafkaSource(BrokerSource):
 
     async def flush(self, deadline: Deadline) -> None:
         while (before := self._marks.to_commit()) and not deadline.expired:
-            done = await self._commit(min(deadline.remaining_s(), _COMMIT_TIMEOUT_S))
+            done = await self._commit(min(deadline.remaining_s(), COMMIT_TIMEOUT_S))
             if not done or self._marks.to_commit() == before:  # not assigned to us now
                 pause_s = min(_RETRY_FIRST_S, deadline.remaining_s())
                 await asyncio.sleep(pause_s)
@@ -140,30 +149,31 @@ class KafkaSource(BrokerSource):
         await self._end_loops(self._options.close_timeout_s)
         consumer = self.consumer
         if consumer is not None:
-            await self._commit(min(_COMMIT_TIMEOUT_S, self._options.close_timeout_s))
+            bound_s = min(COMMIT_TIMEOUT_S, self._options.close_timeout_s)
+            await self._offsets.commit(consumer, bound_s, clean=self._marks.partitions)
             self.consumer = None
             await stop_consumer(consumer, self._options.close_timeout_s)
         self._alive, self._fault = False, "closed"
 
     def status(self) -> SourceStatus:
-        detail = self._fault
+        detail = self._fault or self._sink_fault() or ""
+        able = self._alive and not detail
         if not detail and not self._alive:
             detail = f"Kafka at {self._options.bootstrap} does not answer"
         if not detail and not self._marks.partitions:
             detail = "no partition assigned yet"
         buffered = len(self._hand_off)
         in_flight = self._marks.in_flight() - buffered - len(self._redelivery)
-        in_flight -= sum(self._lost.values())
-        return SourceStatus(
-            self._alive and not self._fault, detail, in_flight=max(0, in_flight), buffered=buffered
-        )
+        in_flight -= self._marks.lost()
+        return SourceStatus(able, detail, in_flight=max(0, in_flight), buffered=buffered)
 
     # --- outcomes -------------------------------------------------------------------------------
 
     def on_settle(self, delivery: HeldDelivery) -> None:
         partition, offset = place_of(delivery)
         if self._marks.settle(partition, delivery.epoch, offset):
-            self._bytes[partition] -= delivery.size_bytes
+            self._marks[partition].held_bytes -= delivery.size_bytes
+            self._window.settled()
             self._wake.set()
             self._progress.set()
 
@@ -175,6 +185,8 @@ class KafkaSource(BrokerSource):
         if partition in self._draining or self._hand_off.closed:
             self._lose([delivery])
         else:
+            if self._sink_fault() is not None:
+                delivery.attempt -= 1  # it waits for the operator: that is nobody's attempt
             self._redelivery.add(delivery, self._clock.monotonic())
         self._tick.set()
         self._progress.set()
@@ -190,7 +202,7 @@ class KafkaSource(BrokerSource):
                 consumer = self.consumer
                 if not consumer.subscription():
                     consumer.subscribe(
-                        topics=list(self._options.topics), listener=_Listener(self, consumer)
+                        topics=list(self._options.topics), listener=Listener(self, consumer)
                     )
                 await self._poll_once(consumer)
             except RecordTooLargeError as error:
@@ -215,40 +227,54 @@ class KafkaSource(BrokerSource):
     async def _poll_once(self, consumer: AIOKafkaConsumer) -> None:
         self._wake.clear()
         count = self._chunk()
+        unknown = self._offsets.unknown
         ready = [
             partition
             for partition in (self._marks.partitions if count else ())
-            if self._marks[partition].room >= count and partition not in self._undecided
+            if self._marks[partition].room >= count and partition not in unknown
         ]
         if not ready:
             await poll(consumer, _NOBODY, timeout_ms=0)
-            idle_s = min(_IDLE_POLL_S, self._options.max_poll_interval_ms / 4000)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(idle_s):
-                    await self._wake.wait()
+            await self._woken(min(_IDLE_POLL_S, self._options.max_poll_interval_ms / 4000))
             return
         fetched = await poll(consumer, *ready, timeout_ms=_POLL_MS, max_records=count)
         if self.consumer is not consumer:
             return  # replaced meanwhile: the new one reads these records again
-        for partition, records in fetched.items():
-            self._hand_out(partition, records)
+        spans = {
+            partition: (records[0].offset, records[-1].offset)
+            for partition, records in fetched.items()
+            if records and partition in self._marks
+        }
+        epochs = self._marks.epochs(spans)
+        self._offsets.between.update(spans)
+        try:
+            reserved = await self._offsets.reserve(consumer, spans)
+            for partition, epoch in epochs.items():
+                if partition not in self._marks or self._marks[partition].epoch != epoch:
+                    continue  # revoked meanwhile: others read these records
+                if reserved:
+                    self._hand_out(partition, fetched[partition])
+                else:
+                    step_back(consumer, partition, spans[partition][0])
+        finally:
+            self._offsets.between.clear()
 
     def _chunk(self) -> int:
         """Records that one poll may take; 0 while nothing may be taken."""
         options = self._options
         if self._hand_off.paused or self._hand_off.closed or self._draining:
             return 0
-        if sum(self._bytes.values()) >= options.max_in_flight_bytes:
+        if self._sink_fault() is not None:
             return 0
-        room = max(0, options.max_in_flight - self._marks.in_flight())
+        if self._marks.held_bytes() >= options.max_in_flight_bytes:
+            return 0
+        room = max(0, self._window.size - self._marks.in_flight())
         # A quarter of the window: a partition takes part again once that much of it is free.
         return min(options.max_receive, max(1, options.max_in_flight_per_partition // 4), room)
 
     def _hand_out(self, partition: TopicPartition, records: list[ConsumerRecord]) -> None:
         now = self._clock.monotonic()
         self._last_record_at = now
-        if partition not in self._marks:  # fetched before the listener was told
-            self.on_assigned({partition})
         deliveries = []
         for record in records:
             mark = self._marks[partition]
@@ -258,14 +284,17 @@ class KafkaSource(BrokerSource):
                 )
                 self._forget({partition})
                 self._marks.assign([partition])
-                self._bytes[partition] = 0
                 mark = self._marks[partition]
             mark.hand_out(record.offset)
-            delivery = delivery_of(self, partition, record, mark.epoch, now)
+            if record.offset in mark.known.done:  # finished before, by us or by another
+                mark.settle(record.offset)
+                self._metrics.count("source_skipped_done_total", transport="kafka")
+                continue
+            delivery = delivery_of(self, partition, record, mark, now)
             if delivery.damage is not None:
                 self._metrics.count("source_unreadable_batches_total", transport="kafka")
                 log.error("kafka_batch_unreadable", reason=delivery.damage, **delivery.origin)
-            self._bytes[partition] += delivery.size_bytes
+            mark.held_bytes += delivery.size_bytes
             deliveries.append(delivery)
         self._metrics.count("source_records_total", len(records), transport="kafka")
         self._hand_off.put(deliveries)
@@ -286,10 +315,8 @@ class KafkaSource(BrokerSource):
         """Called by the listener once per rebalance, after `on_revoked` forgot the old ones."""
         fresh = {partition for partition in partitions if partition not in self._marks}
         self._marks.assign(fresh)
-        self._bytes.update(dict.fromkeys(fresh, 0))
-        if self.facts is not None:
-            self._undecided.update(p for p in fresh if self.facts.appeared_since(*p))
-            self._tick.set()
+        self._offsets.unknown.update(fresh)
+        self._tick.set()
         self._last_record_at = self._clock.monotonic()
         self._metrics.gauge("source_partitions", len(self._marks.partitions), transport="kafka")
         log.info("kafka_assigned", partitions=len(partitions), group=self._options.group)
@@ -305,13 +332,21 @@ class KafkaSource(BrokerSource):
         try:
             self._lose(self._hand_off.discard(lambda held: place_of(held)[0] in ours))
             self._lose(self._redelivery.discard(lambda held: place_of(held)[0] in ours))
+            # Only what has begun is finished here; the rest is others' work now, not done twice.
+            withdrawn = self._withdraw(lambda one: self._is_of(one, ours))
+            log.info("kafka_revoked", partitions=len(ours), withdrawn=withdrawn)
+            budget_s = min(
+                self._options.drain_budget_s,
+                _DRAIN_SHARE * self._options.max_poll_interval_ms / 1000,
+            )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._options.drain_budget_s):
+                async with asyncio.timeout(budget_s):
                     while self._unfinished(ours) > 0 and not self._closing.is_set():
                         self._progress.clear()
                         await self._progress.wait()
             unfinished = self._unfinished(ours)
-            await self._commit(_COMMIT_TIMEOUT_S)
+            if consumer is not None:
+                await self._offsets.commit(consumer, COMMIT_TIMEOUT_S, clean=ours)
         finally:
             self._draining = set()
             if self.consumer is consumer:
@@ -320,26 +355,30 @@ class KafkaSource(BrokerSource):
             log.warning("kafka_revoked_in_flight", records=unfinished, partitions=len(ours))
             self._metrics.count("source_dropped_total", unfinished, transport="kafka")
 
+    def _is_of(self, delivery: Delivery, partitions: set[TopicPartition]) -> bool:
+        return (
+            isinstance(delivery, HeldDelivery)
+            and delivery.is_of(self)
+            and place_of(delivery)[0] in partitions
+        )
+
     def _unfinished(self, partitions: set[TopicPartition]) -> int:
         """Records received and not settled, of partitions that are being revoked."""
-        lost = sum(self._lost.get(partition, 0) for partition in partitions)
-        return self._marks.in_flight(partitions) - lost
+        return self._marks.in_flight(partitions) - self._marks.lost(partitions)
 
     def _lose(self, deliveries: Iterable[HeldDelivery]) -> None:
         """They stay unsettled: whoever has the partition next gets them."""
         for delivery in deliveries:
             partition, offset = place_of(delivery)
             if self._marks.holds(partition, delivery.epoch, offset):
-                self._lost[partition] = self._lost.get(partition, 0) + 1
+                self._marks[partition].lost += 1
 
     def _forget(self, partitions: set[TopicPartition]) -> None:
         self._hand_off.discard(lambda held: place_of(held)[0] in partitions)
         self._redelivery.discard(lambda held: place_of(held)[0] in partitions)
         self._marks.revoke(partitions)
         for partition in partitions:
-            self._bytes.pop(partition, None)
-            self._lost.pop(partition, None)
-            self._undecided.discard(partition)
+            self._offsets.unknown.discard(partition)
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -349,16 +388,21 @@ class KafkaSource(BrokerSource):
             self._tick.clear()
             now = self._clock.monotonic()
             self._redeliver(now)
-            if self._undecided:
-                await self._decide_starts()
+            consumer, known = self.consumer, True
+            if self._offsets.unknown and consumer is not None:
+                known = await self._offsets.recall(consumer, self.facts)
+                self._wake.set()
             if now >= next_commit:
-                self._follow_positions()
-                await self._commit(_COMMIT_TIMEOUT_S)
+                self._window.tick(now, busy=self._marks.in_flight() > 0)
+                if consumer is not None:
+                    self._offsets.follow(consumer)
+                await self._commit(COMMIT_TIMEOUT_S)
                 next_commit = self._clock.monotonic() + self._options.commit_interval_ms / 1000
             if now >= next_probe:
                 await self._probe(now)
                 next_probe = self._clock.monotonic() + _PROBE_S
             due = min(next_commit, next_probe, self._redelivery.next_due() or next_probe)
+            due = due if known else min(due, now + _RETRY_FIRST_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, due - self._clock.monotonic())):
                     await self._tick.wait()
@@ -369,57 +413,10 @@ class KafkaSource(BrokerSource):
             if self._marks.holds(partition, released.epoch, offset):
                 self._hand_off.put([released.again(now)])
 
-    async def _decide_starts(self) -> None:
-        """Under `latest`, a partition that appeared while the group lived is read from its start."""
-        consumer = self.consumer
-        for partition in sorted(self._undecided):
-            try:
-                if consumer is not None and partition in consumer.assignment():
-                    async with asyncio.timeout(_COMMIT_TIMEOUT_S):
-                        if await consumer.committed(partition) is None:
-                            await consumer.seek_to_beginning(partition)
-                            log.info("kafka_new_partition", **partition_fields(partition))
-            except (KafkaError, TimeoutError, IllegalStateError):
-                return  # asked again at the next tick
-            self._undecided.discard(partition)
-        self._wake.set()
-
-    def _follow_positions(self) -> None:
-        """Where nothing is unsettled, the commit follows the position: past aborted and control
-        records, and from where an idle group began."""
-        consumer = self.consumer
-        for partition in self._marks.partitions:
-            if consumer is not None and partition not in self._undecided:
-                position = position_now(consumer, partition)
-                if position is not None:
-                    self._marks[partition].follow(position)
-
     async def _commit(self, bound_s: float) -> bool:
         """Commit what has moved. False when it did not happen; a later call repeats it."""
-        async with self._committing:
-            consumer = self.consumer
-            if consumer is None:
-                return False
-            owned = consumer.assignment()
-            offsets = {p: o for p, o in self._marks.to_commit().items() if p in owned}
-            if not offsets:
-                return True
-            epochs = self._marks.epochs(offsets)
-            try:
-                async with asyncio.timeout(bound_s):
-                    await consumer.commit({p: (offset, "") for p, offset in offsets.items()})
-            except (KafkaError, TimeoutError) as error:
-                self._metrics.count("source_commit_failures_total", transport="kafka")
-                for partition, offset in offsets.items():
-                    log.warning(
-                        "kafka_commit_failed",
-                        **partition_fields(partition),
-                        offset=offset,
-                        error=type(error).__name__,
-                    )
-                return False
-            self._marks.mark_committed(offsets, epochs)
-            return True
+        consumer = self.consumer
+        return consumer is not None and await self._offsets.commit(consumer, bound_s)
 
     async def _probe(self, now: float) -> None:
         """Is the broker there, and does the consumer still receive what waits?"""
@@ -429,7 +426,7 @@ class KafkaSource(BrokerSource):
             log.warning("kafka_connection", connected=alive, bootstrap=self._options.bootstrap)
         self._metrics.gauge("source_connected", float(alive), transport="kafka")
         self._alive = alive
-        self._report()
+        self._offsets.report(consumer)
         idle_s = now - self._last_record_at
         if consumer is None or not alive or idle_s < self._options.watchdog_s or not self._chunk():
             return
@@ -437,20 +434,6 @@ class KafkaSource(BrokerSource):
         if await records_wait(consumer, owned):
             await self._replace(f"nothing received for {idle_s:.0f} s although records wait")
         self._last_record_at = self._clock.monotonic()
-
-    def _report(self) -> None:
-        self._follow_positions()
-        for partition in self._marks.partitions:
-            oldest = self._marks[partition].oldest_unsettled
-            labels = {"topic": partition.topic, "partition": str(partition.partition)}
-            if oldest is not None:
-                self._metrics.gauge("source_oldest_unsettled_offset", oldest, **labels)
-            consumer = self.consumer
-            if consumer is not None and partition in consumer.assignment():
-                end = end_offset(consumer, partition, self._options)
-                done = self._marks[partition].committable
-                if end is not None and done is not None:
-                    self._metrics.gauge("source_lag_records", max(0, end - done), **labels)
 
     # --- the consumer object --------------------------------------------------------------------
 
@@ -461,7 +444,7 @@ class KafkaSource(BrokerSource):
         self._fault = why
         consumer = self.consumer
         if consumer is not None:
-            await self._commit(1.0)
+            await self._offsets.commit(consumer, 1.0, clean=self._marks.partitions)
             if self.consumer is not consumer:
                 return  # the other task was faster
             self.consumer = None

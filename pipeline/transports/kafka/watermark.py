@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
+from pipeline.transports.kafka.progress import NOTHING, Progress, dump
+
 P = TypeVar("P", bound=Hashable)
 
 
@@ -21,22 +23,70 @@ class PartitionWatermark:
     __slots__ = (
         "_done",
         "_tracked",
+        "attempts",
         "committable",
         "committed",
+        "committed_version",
         "epoch",
+        "held_bytes",
+        "known",
         "last_handed_out",
+        "lost",
+        "reserved",
+        "version",
         "window",
     )
 
     def __init__(self, epoch: int, window: int) -> None:
         self.epoch = epoch
         self.window = window
+        self.held_bytes = 0
+        self.lost = 0
+        """Records in flight that will not settle here."""
+        self.known = NOTHING
+        """What the owner before us remembered."""
+        self.attempts: dict[int, int] = {}
+        """Steps that took an unsettled record in and have not come back, here or before."""
+        self.reserved = -1
+        """Offsets below it may be handed out: the broker knows that they may have been."""
+        self.version = 0
+        """Goes up with everything that a commit would remember."""
+        self.committed_version = 0
         self.committable: int | None = None
         """Offset to commit (that of the next record to read), None before the first progress."""
         self.committed: int | None = None
         self.last_handed_out = -1
         self._tracked: deque[int] = deque()  # ascending; the leftmost is not settled
         self._done: set[int] = set()  # settled out of order, all of them in `_tracked`
+
+    def recall(self, offset: int | None, known: Progress) -> None:
+        """Begin where the owner before us was: at `offset`, None when nobody has committed."""
+        self.known, self.attempts = known, dict(known.attempts)
+        self.reserved = known.handed_out
+        self.committable = self.committed = offset
+
+    def reserve(self, offset: int) -> None:
+        """Offsets below `offset` are about to be handed out; true once the next commit is through."""
+        if offset > self.reserved:
+            self.reserved = offset
+            self.version += 1
+
+    def note_attempt(self, offset: int, more: int) -> None:
+        """A step with this record begins (+1) or came back (-1)."""
+        if self.is_in_flight(offset):
+            self.attempts[offset] = max(0, self.attempts.get(offset, 0) + more)
+            self.version += 1
+
+    def begin_at(self, offset: int) -> None:
+        """The first record to be handed out, where nobody has committed before."""
+        if self.committable is None:
+            self.committable = offset
+
+    def memory(self, *, clean: bool) -> str:
+        """What to commit beside `committable`; `clean`: nothing handed out can still kill us."""
+        assert self.committable is not None
+        handed_out = -1 if clean else self.reserved
+        return dump(self.committable, handed_out, self._done, self.attempts)
 
     @property
     def room(self) -> int:
@@ -78,6 +128,8 @@ class PartitionWatermark:
         """True when this was the first settle of an offset in flight."""
         if not self.is_in_flight(offset):
             return False
+        self.version += 1
+        self.attempts.pop(offset, None)
         if offset != self._tracked[0]:
             self._done.add(offset)
             return True
@@ -136,20 +188,36 @@ class Watermarks(Generic[P]):
         chosen = self._partitions if partitions is None else partitions
         return sum(self._partitions[p].in_flight for p in chosen if p in self._partitions)
 
+    def lost(self, partitions: Iterable[P] | None = None) -> int:
+        """Of those in flight, how many will not settle here."""
+        chosen = self._partitions if partitions is None else partitions
+        return sum(self._partitions[p].lost for p in chosen if p in self._partitions)
+
+    def held_bytes(self) -> int:
+        """Bytes of records in flight."""
+        return sum(watermark.held_bytes for watermark in self._partitions.values())
+
     def to_commit(self) -> dict[P, int]:
-        """What has moved since it was last committed."""
+        """What has moved, or is to be remembered, since it was last committed."""
         return {
             partition: watermark.committable
             for partition, watermark in self._partitions.items()
-            if watermark.committable is not None and watermark.committable != watermark.committed
+            if watermark.committable is not None
+            and (
+                watermark.committable != watermark.committed
+                or watermark.version != watermark.committed_version
+            )
         }
 
-    def mark_committed(self, offsets: dict[P, int], epochs: dict[P, int]) -> None:
-        """The broker has these. `epochs` are those of the moment when the commit was sent."""
+    def mark_committed(
+        self, offsets: dict[P, int], epochs: dict[P, int], versions: dict[P, int]
+    ) -> None:
+        """The broker has these. `epochs` and `versions` are those of when the commit was sent."""
         for partition, offset in offsets.items():
             watermark = self._partitions.get(partition)
             if watermark is not None and watermark.epoch == epochs[partition]:
                 watermark.committed = max(offset, watermark.committed or 0)
+                watermark.committed_version = versions[partition]
 
     def epochs(self, partitions: Iterable[P]) -> dict[P, int]:
         return {partition: self._partitions[partition].epoch for partition in partitions}

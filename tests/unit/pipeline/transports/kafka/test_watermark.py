@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.transports.kafka.progress import Progress, parse
 from pipeline.transports.kafka.watermark import PartitionWatermark, Watermarks
 
 
@@ -66,13 +67,42 @@ def test_committed_never_goes_back() -> None:
     for offset in range(4):
         marks["p"].hand_out(offset)
         marks.settle("p", epochs["p"], offset)
-    marks.mark_committed({"p": 4}, epochs)
-    marks.mark_committed({"p": 2}, epochs)
+    versions = {"p": marks["p"].version}
+    marks.mark_committed({"p": 4}, epochs, versions)
+    marks.mark_committed({"p": 2}, epochs, versions)
     assert marks["p"].committed == 4
     assert marks.to_commit() == {}
     marks.assign(["p"])
-    marks.mark_committed({"p": 9}, epochs)
+    marks.mark_committed({"p": 9}, epochs, versions)
     assert marks["p"].committed is None
+
+
+def test_what_is_to_be_remembered_is_committed_although_nothing_moved() -> None:
+    """E05, E07: finished work behind a stuck record, and the attempts of that record."""
+    marks: Watermarks[str] = Watermarks(window=10)
+    marks.assign(["p"])
+    mark = marks["p"]
+    mark.recall(5, Progress())
+    assert marks.to_commit() == {}
+    for offset in range(5, 9):
+        mark.hand_out(offset)
+    mark.settle(7)
+    mark.note_attempt(5, +1)
+    assert marks.to_commit() == {"p": 5}
+    found = parse(5, mark.memory(clean=False))
+    assert (found.done, found.attempts) == ({7}, {5: 1})
+    marks.mark_committed({"p": 5}, marks.epochs(["p"]), {"p": mark.version})
+    assert marks.to_commit() == {}
+    mark.note_attempt(5, -1)
+    assert parse(5, mark.memory(clean=True)).attempts == {}
+
+
+def test_a_clean_hand_over_leaves_no_suspicion() -> None:
+    mark = PartitionWatermark(1, window=10)
+    mark.recall(5, Progress())
+    mark.reserve(100)
+    assert parse(5, mark.memory(clean=False)).handed_out == 100
+    assert mark.memory(clean=True) == ""
 
 
 def test_offsets_must_ascend() -> None:
