@@ -10,45 +10,58 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.embedstream-demo
+INDEX_STAMP := $(VENV)/.embedstream-index
 DEV_STAMP := $(VENV)/.embedstream-dev
 BENCH_STAMP := $(VENV)/.embedstream-bench
 
-.PHONY: help demo up test check bench clean
+.PHONY: help demo demo-index up test check bench chaos clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    real broker, real models, ~1,000 documents, five questions (about 2 minutes)'
+	@echo 'make demo-index  pages of docs/ into a LanceDB folder, and questions (about a minute)'
 	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
 	@echo 'make test    every test that this machine can run'
+	@echo 'make chaos   100 kills (-9) while 20,000 documents are indexed; needs a real Kafka (an hour or so)'
 	@echo 'make check   format, lint, types, import layers'
 	@echo 'make bench   throughput and packing figures of this machine'
 	@echo 'make clean   removes the environment and everything that was generated'
 
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: set PYTHON=/path/to/python'; exit 1; }
-	@rm -f $(DEMO_STAMP) $(DEV_STAMP) $(BENCH_STAMP)
+	@rm -f $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP) $(BENCH_STAMP)
 	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
 
 $(DEMO_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[demo]' -c constraints.txt
 	@touch $@
 
+$(INDEX_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[demo,lance]' -c constraints.txt
+	@touch $@
+
 $(DEV_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[dev]' -c constraints.txt
-	@touch $@ $(DEMO_STAMP)
+	@touch $@ $(DEMO_STAMP) $(INDEX_STAMP)
 
 $(BENCH_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[bench]' -c constraints.txt
-	@touch $@ $(DEMO_STAMP) $(DEV_STAMP)
+	@touch $@ $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP)
 
 demo: $(DEMO_STAMP)
 	$(BIN)/embedstream demo $(ARGS)
+
+demo-index: $(INDEX_STAMP)
+	$(BIN)/python -m pipeline.demo.index $(ARGS)
 
 up: $(DEMO_STAMP)
 	$(BIN)/embedstream up $(ARGS)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(DEV_STAMP)
+	EMBEDSTREAM_CHAOS_KILLS=100 EMBEDSTREAM_CHAOS_RECORDS=20000 $(BIN)/python -m pytest tests/fault/test_kill_indexing.py $(ARGS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

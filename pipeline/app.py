@@ -27,6 +27,8 @@ from actors.route import Route
 from actors.supervisor import Supervisor
 from gpu.batch import ExecutorDied, ModelInfo, Runner
 from pipeline.graph import Graph, build_graph, build_route
+from pipeline.indexing.route import IndexingRoutes, write_policy
+from pipeline.indexing.sinks.registry import is_collection
 from pipeline.lifecycle import (
     CutShort,
     ExitStatus,
@@ -40,7 +42,7 @@ from pipeline.observe import views
 from pipeline.observe.http import HealthServer, HealthViews
 from pipeline.observe.readiness import Readiness, readiness
 from pipeline.settings.load import RouteSettings, Settings, route_options
-from pipeline.transports.registry import Transport, open_transport
+from pipeline.transports.registry import REPLY, Transport, open_transport
 
 log = structlog.get_logger(__name__)
 
@@ -129,15 +131,23 @@ class App:
 
     async def _start(self, resources: AsyncExitStack) -> None:
         self._enter("connecting")
+        indexing = IndexingRoutes(
+            write_policy(self.settings.publish), clock=self.clock, metrics=self.metrics
+        )
+        await indexing.prepare(self.settings.routes)
         transports = [await self._connect(route, resources) for route in self.settings.routes]
         self._enter("loading models")
         models = await load_models(
             self.settings, factories=self._runner_factories, on_phase=self._enter
         )
-        routes = [
-            build_route(self.settings, route, transport, models.infos, clock=self.clock)
-            for route, transport in zip(self.settings.routes, transports, strict=True)
-        ]
+        try:
+            routes = [
+                build_route(self.settings, route, transport, models, indexing, clock=self.clock)
+                for route, transport in zip(self.settings.routes, transports, strict=True)
+            ]
+        except OperatorError:
+            models.close()
+            raise
         self.graph = build_graph(
             self.settings,
             routes,
@@ -159,7 +169,7 @@ class App:
                 options = route_options(self.settings, route)
                 transport = await open_transport(
                     options,
-                    destination=route.destination,
+                    destination=REPLY if is_collection(route.destination) else route.destination,
                     clock=self.clock,
                     metrics=self.metrics,
                 )

@@ -25,10 +25,12 @@ from actors.ingress import Ingress
 from actors.packing import PackingPolicy
 from actors.ports import Clock, Metrics
 from actors.publish import PublishPolicy, ReplyDestination
-from actors.route import Route
+from actors.route import Decoder, Destination, Route
 from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo
+from pipeline.indexing.route import IndexingRoutes
+from pipeline.indexing.sinks.registry import is_collection
 from pipeline.model_pool import LoadedModels
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.registry import Transport
@@ -170,21 +172,29 @@ def build_route(
     settings: Settings,
     route: RouteSettings,
     transport: Transport,
-    models: Mapping[str, ModelInfo],
+    models: LoadedModels,
+    indexing: IndexingRoutes,
     *,
     clock: Clock,
 ) -> Route:
-    """A route of the settings on its open transport: the wire contract in, replies out."""
+    """A route of the settings on its open transport: the wire contract in, replies out; or documents
+    in, into a collection. Raises `OperatorError` for a collection that its model cannot fill."""
+    defaults = _default_models(settings, route, models.infos)
+    limits = settings.limits_for(route)
+    decoder: Decoder = WireDecoder(limits)
+    destination: Destination = ReplyDestination(
+        transport.sink, split_replies=settings.publish.split_replies, clock=clock
+    )
+    if is_collection(route.destination):
+        decoder, destination = indexing.ends(route, defaults.get("embed"), models, limits=limits)
     return Route(
         name=route.name,
         lane=route.lane,
         source=transport.source,
-        decoder=WireDecoder(settings.limits_for(route)),
-        destination=ReplyDestination(
-            transport.sink, split_replies=settings.publish.split_replies, clock=clock
-        ),
+        decoder=decoder,
+        destination=destination,
         sink=transport.sink,
-        models=_default_models(settings, route, models),
+        models=defaults,
         max_attempts=settings.attempts.max_attempts,
     )
 

@@ -119,6 +119,13 @@ class TextEncoder:
             for plan in plans
         ]
 
+    def measure(self, request: EmbedRequest) -> tuple[str, str, int]:
+        """The tokenizer as JSON, the prompt that goes before each text of such a request, and the
+        tokens that are left beside it and the special ones. Raises `Unsupported`."""
+        prompt = self._prompt(request) or ""
+        around = self._template.n_single + len(self._batch([prompt], add_special_tokens=False)[0])
+        return self._tokenizer.to_str(), prompt, self.limit - around
+
     def _plan(self, request: AnyRequest, texts: list[str]) -> _Plan | EmbedstreamError:
         """Check the request, and append its texts to the batched call."""
         try:

@@ -76,13 +76,16 @@ async def _find(settings: Settings) -> Findings:
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:
+    from pipeline.indexing.sinks.registry import is_collection, reach_collection
     from pipeline.transports.registry import REPLY, reach, reach_destination
 
     for route in settings.routes:
         try:
             async with asyncio.timeout(REACH_TIMEOUT_S):
                 notices = await reach(route.source)
-                if route.destination != REPLY:
+                if is_collection(route.destination):
+                    notices += await reach_collection(route.destination)
+                elif route.destination != REPLY:
                     notices += await reach_destination(route.destination)
         except TimeoutError:
             findings.problems.append(

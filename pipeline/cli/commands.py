@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli import collections
 from pipeline.cli.console import State, note_error, print_traceback, report_failure, usage_error
 from pipeline.cli.options import (
     ConfigOption,
@@ -43,6 +44,8 @@ models_app = typer.Typer(
     no_args_is_help=True, help="The packaged demo models: list, fetch.", rich_markup_mode=None
 )
 app.add_typer(models_app, name="models")
+app.command()(collections.index)
+app.command()(collections.search)
 
 
 def _version(value: bool) -> None:

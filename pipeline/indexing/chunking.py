@@ -38,7 +38,8 @@ class Chunker:
             )
         if options.overlap * 2 > self.max_tokens:
             raise ValueError(
-                f"chunk.overlap is {options.overlap}: at most half of {self.max_tokens} tokens"
+                f"chunk.overlap is {options.overlap}: at most half of a chunk, which has "
+                f"{self.max_tokens} tokens"
             )
         self.options = options
         self._tokenizer: Any = Tokenizer.from_str(tokenizer_json)
@@ -57,12 +58,12 @@ class Chunker:
         return len(self._encode(text))
 
     def chunks(self, text: str) -> list[str]:
-        """The chunks of a text, in order; none when it is blank."""
+        """The chunks of a text, in order; none when no token comes of it."""
         text = text.strip()
         if not text:
             return []
-        if self.options.by != "markdown" and self.count(text) <= self.max_tokens:
-            return [text]
+        if self.options.by != "markdown" and (n := self.count(text)) <= self.max_tokens:
+            return [text] if n else []
         fitting: list[str] = []
         for piece in self._split(text):
             fitting.extend(self._ensure(piece))
@@ -77,7 +78,10 @@ class Chunker:
         piece = piece.strip()
         if not piece:
             return []
-        return [piece] if self.count(piece) <= self.max_tokens else self._windows(piece)
+        n_tokens = self.count(piece)
+        if n_tokens > self.max_tokens:
+            return self._windows(piece)
+        return [piece] if n_tokens else []
 
     def _windows(self, text: str) -> list[str]:
         """Windows of at most `max_tokens`, cut between words where one ends in the last half."""

@@ -54,8 +54,6 @@ class DocumentMapping:
                 "document.format 'text' has no fields: leave document.metadata out and "
                 "document.id at 'key'"
             )
-        if not options.id:
-            raise ValueError("document.id is empty: name 'key' or a field")
         try:
             self._template = Template(options.text)
         except ValueError as error:

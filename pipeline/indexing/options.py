@@ -1,53 +1,96 @@
-"""Options of an indexing route: what a document is, how it is cut. Plain records.
+"""Options of an indexing route: what a document is, how it is cut. The only place that declares them.
 
-Who calls it: the settings read them from a route's `document` and `chunk` tables; the commands
-build them from flags.
-What must stay true: what can be wrong by itself is refused here, with the name of the option.
+Who calls it: `pipeline.settings.records` makes them the tables `document` and `chunk` of a route; the
+commands build them from flags; mapping and chunker read them.
+What must stay true: plain values; the sentence in `Meta` is the reference documentation.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-
-ChunkBy = Literal["tokens", "sentences", "markdown"]
-DocumentFormat = Literal["json", "debezium", "text"]
+from msgspec import Meta
 
 
-class DocumentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a record becomes a document."""
+class DocumentOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[routes.document]`: how a record becomes a document, on a route into a collection."""
 
-    id: str = "key"
-    """``key``: the record's key; ``key.PATH``: a field of a JSON key; else a field of the document."""
-    text: str = ""
-    """Template over fields: ``{title}\\n\\n{body?}``; dotted paths, lists are joined by line, ``?``
-    marks a field that may be absent. Needed unless `format` is ``text``."""
-    metadata: tuple[str, ...] = ()
-    """Fields kept beside the chunks, by dotted path; ``*``: all of the document's fields."""
-    version: str | None = None
-    """Field that numbers the versions of a document; None: the source's own offsets."""
-    format: DocumentFormat = "json"
-    """``json``; ``debezium``: change events with before, after and op; ``text``: the body as it is."""
+    id: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Where a document's id stands. `key`: the record's key; `key.PATH`: a field of "
+            "a JSON key; else a field of the document, such as `product.id`.",
+        ),
+    ] = "key"
+    text: Annotated[
+        str,
+        Meta(
+            description="Template over fields, such as `{title}\\n\\n{body?}`: dotted paths, lists "
+            "are joined by line, `?` marks a field that may be absent, braces are doubled to mean "
+            "themselves. Needed, unless `format` is `text`.",
+        ),
+    ] = ""
+    metadata: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Fields kept beside each chunk, by dotted path; absent ones are left out. "
+            "`*`: all fields of the document.",
+        ),
+    ] = ()
+    version: Annotated[
+        str | None,
+        Meta(
+            description="Field with the version of a document, a whole number: an older one never "
+            "overwrites a newer one. When unset: offsets, which count within one partition.",
+        ),
+    ] = None
+    format: Annotated[
+        Literal["json", "debezium", "text"],
+        Meta(
+            description="`json`: a document. `debezium`: a change event with before, after and op. "
+            "`text`: the body as it is, under the record's key.",
+        ),
+    ] = "json"
+    prompt: Annotated[
+        str | None,
+        Meta(description="Text put before each chunk; when unset, what `prompt_name` says."),
+    ] = None
+    prompt_name: Annotated[
+        str | None,
+        Meta(description="The model's prompt for documents; when unset, the model's default."),
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, le=65_536)] | None,
+        Meta(
+            description="Size of the vectors, where the model can be cut; when unset, the native."
+        ),
+    ] = None
 
 
-class ChunkOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a document's text is cut."""
+class ChunkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[routes.chunk]`: how a document's text is cut, on a route into a collection."""
 
-    max_tokens: int | None = None
-    """Tokens of a chunk, special tokens and prompt not counted; None: what the model takes."""
-    overlap: int = 0
-    """Tokens that a chunk repeats of the one before."""
-    by: ChunkBy = "sentences"
-    """Where cuts fall: at ``tokens``, ends of ``sentences``, or ``markdown`` headings first."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 8:
-            raise ValueError(f"chunk.max_tokens is {self.max_tokens}: at least 8")
-        if self.overlap < 0:
-            raise ValueError(f"chunk.overlap is {self.overlap}: at least 0")
-        if self.max_tokens is not None and self.overlap * 2 > self.max_tokens:
-            raise ValueError(
-                f"chunk.overlap is {self.overlap} and chunk.max_tokens {self.max_tokens}: "
-                "at most half of a chunk may repeat"
-            )
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=8, le=1_048_576)] | None,
+        Meta(
+            description="Tokens of a chunk, special tokens and prompt not counted; when unset, what "
+            "the model takes.",
+        ),
+    ] = None
+    overlap: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=524_288,
+            description="Tokens that a chunk repeats of the one before, at most half of one.",
+        ),
+    ] = 0
+    by: Annotated[
+        Literal["sentences", "markdown", "tokens"],
+        Meta(
+            description="Where cuts fall: at ends of sentences, at markdown headings first, or "
+            "after so many tokens.",
+        ),
+    ] = "sentences"

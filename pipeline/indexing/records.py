@@ -21,6 +21,9 @@ from gpu.batch import Float32
 CHUNK_NAMESPACE = uuid.UUID("6f6a1f0e-53f4-5c9b-9d58-0e1d4b1a3c55")
 """uuid5 namespace of chunk ids; part of the stored data, so it never changes."""
 
+DUMP = "dump"
+"""The source of what a file says: a backfill fills gaps, and never overwrites what a log has told."""
+
 DELETED = ""
 """The content hash of a document that is gone."""
 
@@ -33,16 +36,18 @@ version comes next is written whole."""
 class Version:
     """When a change was made: `number` counts in `source`.
 
-    source: the log that numbers the changes (``topic/partition``, a stream), or "" when the
-    document itself carries its version.  number: int64, larger is newer.
+    source: the log that numbers the changes (``topic/partition``, a stream); "" when the document
+    itself carries its version; `DUMP` for a file.  number: int64, larger is newer.
     """
 
     source: str
     number: int
 
     def older_than(self, other: Version) -> bool:
-        """Known to be older: the same log, a smaller number."""
-        return self.source == other.source and self.number < other.number
+        """Known to be older: a smaller number of the same log, or a dump where a log has written."""
+        if self.source != other.source:
+            return self.source == DUMP
+        return self.number < other.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,17 @@ METRICS: tuple[MetricSpec, ...] = (
     # what left
     _histogram("publish_seconds", "Publish to the broker's acknowledgement.", SECONDS),
     _counter("publish_retries_total", "Publishes that were tried again."),
+    # into collections
+    _counter("index_documents_total", "Documents by what became of them.", "outcome"),
+    _counter("index_chunks_total", "Chunks stored."),
+    _counter(
+        "index_skipped_total",
+        "Documents that were not embedded: unchanged, or replayed.",
+        "route",
+        "reason",
+    ),
+    _counter("index_retries_total", "Batches that a store did not take at once."),
+    _histogram("index_write_seconds", "One batch into a store.", SECONDS),
     # transports: sources
     _counter("source_records_total", "Records handed out by a source.", "transport"),
     _counter("source_released_total", "Deliveries handed back.", "transport"),

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.indexing.mapping import DocumentMapping
+from pipeline.indexing.options import ChunkOptions, DocumentOptions
+from pipeline.indexing.sinks.registry import check_collection_url, is_collection
 from pipeline.redact import redact
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import Problem
@@ -86,7 +89,32 @@ def _route_problems(settings: Settings) -> Iterator[Problem]:
                 "rename one of the two",
             )
         seen.setdefault(route.name, i)
+        yield from _document_problems(i, route)
         yield from _named_models(settings, i, route)
+
+
+def _document_problems(i: int, route: RouteSettings) -> Iterator[Problem]:
+    untouched = (DocumentOptions(), ChunkOptions())
+    if not is_collection(route.destination):
+        if (route.document, route.chunk) != untouched:
+            yield Problem(
+                f"routes.{i}.document",
+                f"is set, and routes.{i}.destination is no collection: requests are no documents",
+                "name a collection as the destination, or remove document and chunk",
+            )
+        return
+    try:
+        check_collection_url(route.destination)
+    except ValueError as error:
+        yield Problem(
+            f"routes.{i}.destination",
+            f"({redact(route.destination)[:60]}) is not usable: {error}",
+            "correct the address; docs/indexing.md lists the forms",
+        )
+    try:
+        DocumentMapping(route.document)
+    except ValueError as error:
+        yield Problem(f"routes.{i}.document", f"cannot be used: {error}", "correct that option")
 
 
 def _named_models(settings: Settings, i: int, route: RouteSettings) -> Iterator[Problem]:
@@ -146,7 +174,7 @@ def _loops(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[P
 def _destination_problems(settings: Settings, reads: list[tuple[int, Place]]) -> Iterator[Problem]:
     """Destinations that are an address: wrong ones, and those that a route reads."""
     for i, route in enumerate(settings.routes):
-        if route.destination == REPLY:
+        if route.destination == REPLY or is_collection(route.destination):
             continue
         try:
             options, name = parse_destination(route.destination)

@@ -15,8 +15,9 @@ import msgspec
 import msgspec.inspect as mi
 
 from gpu.settings import ModelSettings
+from pipeline.indexing.options import ChunkOptions, DocumentOptions
 from pipeline.settings.build import fields_of, unwrap
-from pipeline.settings.records import RouteSettings, Settings
+from pipeline.settings.records import LimitsOverride, RouteSettings, Settings
 from pipeline.settings.sources import ENVIRONMENT_PREFIX
 from pipeline.transports.options import declared
 from pipeline.transports.registry import KINDS, Kind
@@ -105,6 +106,8 @@ def _tables() -> Iterator[tuple[str, type[msgspec.Struct], Any]]:
             yield "models.NAME", ModelSettings, None
         elif isinstance(kind, mi.VarTupleType):
             yield "routes.N", RouteSettings, None
+            yield "routes.N.document", DocumentOptions, None
+            yield "routes.N.chunk", ChunkOptions, None
         else:
             yield from _nested(name, getattr(defaults, name))
 
@@ -124,9 +127,12 @@ def _section(heading: str, record: type[msgspec.Struct], default: Any) -> str:
     for name, spec in fields_of(record).items():
         kind = unwrap(spec.type)
         if isinstance(kind, mi.StructType):
-            lines.append(
-                f"| `{name}` | table | as `[limits]` | The names of `[limits]`, for this route. |"
+            told = (
+                "as `[limits]` | The names of `[limits]`, for this route."
+                if kind.cls is LimitsOverride
+                else "see below | For a route into a collection."
             )
+            lines.append(f"| `{name}` | table | {told} |")
             continue
         meaning = _description(spec.type)
         value = getattr(default, name) if default is not None else spec.default
@@ -139,7 +145,7 @@ def _section(heading: str, record: type[msgspec.Struct], default: Any) -> str:
 
 
 def _toml_header(heading: str) -> str:
-    return "[[routes]]" if heading.startswith("routes") else f"[{heading}]"
+    return "[[routes]]" if heading == "routes.N" else f"[{heading.replace('.N', '')}]"
 
 
 def _after_colon(line: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from gpu.settings import ModelSettings
+from pipeline.indexing.options import ChunkOptions, DocumentOptions
 from schemas.requests import Lane, Limits, Task
 
 
@@ -59,7 +60,8 @@ class RouteSettings(Record, frozen=True, kw_only=True):
             description='"reply": to the `reply_to` of each request, else the reply destination '
             "of the source's transport. An address: all replies to that one place, "
             "`kafka://host:port/topic`, `redis://host/list:NAME`, `redis://host/stream:NAME`, "
-            "`file:///out.jsonl` or `-` (stdout); dead letters stay with the source.",
+            "`file:///out.jsonl` or `-` (stdout); dead letters stay with the source. A collection, "
+            "`lance:///folder#docs`: records are documents, kept there (docs/indexing.md).",
         ),
     ] = "reply"
     lane: Annotated[
@@ -82,6 +84,8 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         Meta(description="Model for classify requests that name none."),
     ] = None
     limits: LimitsOverride = LimitsOverride()
+    document: DocumentOptions = DocumentOptions()
+    chunk: ChunkOptions = ChunkOptions()
 
 
 class BatchingSettings(Record, frozen=True, kw_only=True):

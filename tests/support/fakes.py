@@ -52,6 +52,14 @@ class FakeEncoder:
         self.threads.add(threading.get_ident())
         return [self._encode(request) for request in requests]
 
+    def measure(self, request: EmbedRequest) -> tuple[str, str, int]:
+        """As `gpu.encode.text.TextEncoder.measure`: one token per word."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return tokenizer.to_str(), request.prompt or "", self.max_tokens
+
     def _encode(self, request: AnyRequest) -> EncodedRequest | EmbedstreamError:
         options = ItemOptions(task=request.task)
         if isinstance(request, RerankRequest):

@@ -21,7 +21,8 @@ import structlog
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal, watch_signals
-from pipeline.settings.load import HealthSettings, LifecycleSettings, RouteSettings, Settings
+from pipeline.settings.load import HealthSettings, LifecycleSettings, Settings
+from tests.support.documents import route_settings
 from tests.support.fakes import FakeRunner, fake_ids
 
 
@@ -40,7 +41,7 @@ def build(config: dict[str, Any]) -> App:
         max_batch_tokens=int(config.get("max_batch_tokens", 64)), before_forward=slow
     )
     settings = Settings(
-        routes=tuple(RouteSettings(**route) for route in config["routes"]),
+        routes=tuple(map(route_settings, config["routes"])),
         lifecycle=LifecycleSettings(drain_budget_s=float(config.get("drain_budget_s", 20.0))),
         health=HealthSettings(port=int(config.get("health_port", 0))),
     )

@@ -7,25 +7,30 @@ address names it.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from pipeline.indexing.sinks.base import Collection
-from pipeline.indexing.urls import parse_collection_url
+from pipeline.indexing.identity import WrongCollection
+from pipeline.indexing.sinks.base import Collection, StoreUnavailable
+from pipeline.indexing.urls import CollectionUrl, parse_collection_url
 
 
 @dataclass(frozen=True, slots=True)
 class SinkRow:
-    """module holds a function ``collection(url)``; extra: the optional dependency that it needs."""
+    """module holds a function ``collection(url)``; client: the package it imports; extra: the
+    optional dependency that brings it."""
 
     module: str
+    client: str
     extra: str
     example: str
 
 
 SINKS: dict[str, SinkRow] = {
-    "lance": SinkRow("lance", "lance", "lance:///var/lib/index#docs"),
-    "postgresql": SinkRow("pgvector", "pgvector", "postgresql://user@localhost/db#docs"),
+    "lance": SinkRow("lance", "lancedb", "lance", "lance:///var/lib/index#docs"),
+    "postgresql": SinkRow("pgvector", "psycopg", "pgvector", "postgresql://user@host/db#docs"),
 }
 
 
@@ -34,8 +39,8 @@ def is_collection(url: str) -> bool:
     return url.partition(":")[0].lower() in SINKS
 
 
-def open_collection(url: str) -> Collection:
-    """The collection at an address, not connected yet.
+def check_collection_url(url: str) -> tuple[CollectionUrl, SinkRow]:
+    """An address, parsed, and its store; nothing is imported.
 
     Raises `ValueError`: no such store, a faulty address, or its client is not installed.
     """
@@ -43,12 +48,35 @@ def open_collection(url: str) -> Collection:
     row = SINKS.get(parsed.scheme)
     if row is None:
         raise ValueError(f"{parsed.scheme}: no such store; known: {', '.join(sorted(SINKS))}")
-    try:
-        module = importlib.import_module(f"pipeline.indexing.sinks.{row.module}")
-    except ImportError as error:
+    if find_spec(row.client) is None:
         raise ValueError(
-            f"{parsed.scheme}: its client is not installed ({error.name}): "
-            f"pip install 'embedstream[{row.extra}]'"
-        ) from error
+            f"{parsed.scheme}: its client is not installed: pip install 'embedstream[{row.extra}]'"
+        )
+    return parsed, row
+
+
+def open_collection(url: str) -> Collection:
+    """The collection at an address, not connected yet. Raises `ValueError`."""
+    parsed, row = check_collection_url(url)
+    module = importlib.import_module(f"pipeline.indexing.sinks.{row.module}")
     collection: Collection = module.collection(parsed)
     return collection
+
+
+async def reach_collection(url: str) -> tuple[str, ...]:
+    """Whether the store behind an address answers; creates no collection.
+
+    Returns one line when the collection does not exist yet. Raises `ConnectionError` or `ValueError`
+    with one line and the remedy.
+    """
+    collection = await asyncio.to_thread(open_collection, url)
+    try:
+        await collection.connect()
+        found = await collection.read_identity()
+    except StoreUnavailable as error:
+        raise ConnectionError(f"{collection.where}: {error}") from error
+    except WrongCollection as error:
+        raise ValueError(str(error)) from error
+    finally:
+        await collection.aclose()
+    return () if found else (f"{collection.where} does not exist yet: it will be made",)

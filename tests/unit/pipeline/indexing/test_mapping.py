@@ -196,8 +196,6 @@ def test_options_that_contradict_each_other_are_named() -> None:
         DocumentMapping(DocumentOptions())
     with pytest.raises(ValueError, match=r"document\.text"):
         DocumentMapping(DocumentOptions(format="text", text="{x}"))
-    with pytest.raises(ValueError, match=r"document\.id"):
-        DocumentMapping(DocumentOptions(id="", text="{x}"))
 
 
 def test_equal_content_has_an_equal_hash_whatever_the_order_of_its_fields() -> None:

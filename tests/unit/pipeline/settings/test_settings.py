@@ -471,6 +471,37 @@ def test_the_default_reply_topic_of_a_route_whose_replies_go_elsewhere_may_be_re
     load({**routes, "routes.a.destination": "redis://h/list:a"}, {}, None)
 
 
+@pytest.mark.parametrize(
+    ("destination", "reason"),
+    [("lance:///folder", "no collection is named"), ("lance:///folder#Docs Of Mine", "a-z")],
+)
+def test_collections_that_cannot_be_are_refused_by_name(destination: str, reason: str) -> None:
+    text = contradiction("routes.a.source=kafka://h:1/q", f"routes.a.destination={destination}")
+    assert "routes.0.destination" in text and reason in text
+
+
+def test_a_route_into_a_collection_says_what_a_document_is() -> None:
+    source, into = "routes.a.source=kafka://h:1/q", "routes.a.destination=lance:///folder#docs"
+    text = contradiction(source, into)
+    assert "routes.0.document" in text and "document.text" in text
+    text = contradiction(source, "routes.a.document.text={title}")
+    assert "routes.0.document" in text and "requests are no documents" in text
+    good = load(
+        {
+            "routes.a.source": "kafka://h:1/q",
+            "routes.a.destination": "lance:///f#docs",
+            "routes.a.document.text": "{title}",
+            "routes.a.document.metadata": "url,lang",
+            "routes.a.chunk.max_tokens": "64",
+            "models.m.path": "m",
+        },
+        {},
+        None,
+    )
+    assert good.routes[0].document.metadata == ("url", "lang")
+    assert good.routes[0].chunk.max_tokens == 64
+
+
 # --- printing --------------------------------------------------------------------------------------
 
 
