@@ -27,8 +27,8 @@ from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo
 from tests.support.stores import PostgresServer, new_postgres
 
-KILLS = int(os.environ.get("EMBEDSTREAM_CHAOS_KILLS", "4"))
-RECORDS = int(os.environ.get("EMBEDSTREAM_CHAOS_RECORDS", "1500"))
+KILLS = int(os.environ.get("EMBEDSTREAM_CHAOS_KILLS", "2"))
+RECORDS = int(os.environ.get("EMBEDSTREAM_CHAOS_RECORDS", "900"))
 LONGEST_S = 240 + 30 * KILLS
 
 pytestmark = [pytest.mark.real_kafka, pytest.mark.kafka, pytest.mark.timeout(LONGEST_S)]

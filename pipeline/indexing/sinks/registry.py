@@ -30,6 +30,7 @@ class SinkRow:
 
 SINKS: dict[str, SinkRow] = {
     "lance": SinkRow("lance", "lancedb", "lance", "lance:///var/lib/index#docs"),
+    "qdrant": SinkRow("qdrant", "qdrant_client", "qdrant", "qdrant://localhost:6333#docs"),
     "postgresql": SinkRow("pgvector", "psycopg", "pgvector", "postgresql://user@host/db#docs"),
 }
 
