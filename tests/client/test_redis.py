@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -296,6 +298,32 @@ async def test_wrong_credentials_fail_at_once_and_stay_secret() -> None:
                 await client.embed("x")
             assert not caught.value.retryable and "wrong-secret" not in str(caught.value)
             assert "wrong-secret" not in repr(client)
+    await server.stop()
+
+
+async def test_few_rights_are_enough(stream: str) -> None:
+    """The rights that docs/web.md names, and no others."""
+    page = (Path(__file__).parents[2] / "docs" / "web.md").read_text("utf-8")
+    (rights,) = re.findall(r"`ACL SETUSER web on >secret ([^`]*)`", page)
+    server = new_redis()
+    await server.start()
+    scripted = ScriptedService(server.address, stream)
+    allowed = rights.replace("embedstream.requests", stream).split()
+    await scripted.redis.execute_command("ACL", "SETUSER", "web", "on", ">secret", *allowed)
+    url = f"redis://web:secret@{server.address}/0?stream={stream}"
+    async with AsyncClient.from_url(url) as client, asyncio.TaskGroup() as group:
+        await client.ping()
+        asking = group.create_task(client.embed("x"))
+        await scripted.reply(await scripted.request(), embed_reply([(0, 3.0)]))
+        assert (await asking).vector[0] == 3.0
+        with pytest.raises(NoReply, match="busy or stopped"):
+            await client.embed("y", timeout=0.2)
+    elsewhere = f"redis://web:secret@{server.address}/0?stream=other"
+    async with AsyncClient.from_url(elsewhere, timeout=30) as client:
+        with pytest.raises(Unreachable, match="rights") as caught:
+            await client.embed("x")
+        assert not caught.value.retryable
+    await scripted.aclose()
     await server.stop()
 
 

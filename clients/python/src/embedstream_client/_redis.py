@@ -127,7 +127,9 @@ class RedisLink:
         misled = self._put(_Command(("EXISTS", f"embedstream.reply.{call.id}")))
         with contextlib.suppress(asyncio.TimeoutError):
             found = await asyncio.wait_for(asyncio.shield(groups.answer), _EXPLAIN_S)
-            if isinstance(found, Exception) or not found:
+            # Without the right to ask, this says nothing.
+            missing = isinstance(found, Exception) and "no such key" in str(found)
+            if missing or found == []:
                 return (
                     f"no service reads the stream {self._endpoint.stream} at {self._endpoint.address}: "
                     "check that one runs, and its address"
