@@ -36,6 +36,7 @@ USER_FIELDS = frozenset(
 
 # Errors whose message is ours, or the system's, and holds no user text by contract.
 _SAFE_ERRORS = (EmbedstreamError, OperatorError, ConnectionError, TimeoutError, FileNotFoundError)
+_QUOTING_LIBRARIES = frozenset({"redis", "aiokafka"})
 
 
 def configure_logging(
@@ -118,7 +119,7 @@ class _Exceptions:
     """Processor: `exc_info` -> type, place and, when it is safe, message.
 
     The message of a foreign exception may quote its argument, which may be a user's text. It is
-    shown only at debug level.
+    shown only at debug level, and one of a broker's client never: it quotes whole commands.
     """
 
     def __init__(self, *, with_message: bool) -> None:
@@ -139,7 +140,8 @@ class _Exceptions:
 
 
 def _describe(error: BaseException, *, with_message: bool) -> str:
-    if with_message or isinstance(error, _SAFE_ERRORS):
+    library = type(error).__module__.partition(".")[0]
+    if isinstance(error, _SAFE_ERRORS) or (with_message and library not in _QUOTING_LIBRARIES):
         return f"{type(error).__name__}: {error}"
     return type(error).__name__
 

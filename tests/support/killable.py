@@ -96,6 +96,10 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def lead_to(self, host: str, port: int) -> None:
+        """New connections go there; those that are open stay where they are."""
+        self._target = (host, port)
+
     def hold(self) -> None:
         """Connections stay open, nothing goes through: a half-open connection."""
         self._open.clear()

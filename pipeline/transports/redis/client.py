@@ -17,9 +17,10 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as ConnectionFailed
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
+from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.options import RedisOptions
 
 log = structlog.get_logger(__name__)
@@ -111,13 +112,23 @@ async def close_client(client: Any, bound_s: float) -> None:
         log.warning("redis_close_failed", error=type(error).__name__)
 
 
+async def reconnect_if_wrong(client: Any, error: BaseException) -> None:
+    """Drop the idle connections when the server behind them is not the one that serves us now.
+
+    The next command connects anew: to whatever the name or the proxy leads to after a fail-over, with
+    the login checked again.
+    """
+    if code_of(error) in WRONG_SERVER:
+        await client.connection_pool.disconnect(inuse_connections=False)
+
+
 async def ping(client: Any, options: RedisOptions) -> None:
     """Whether the server answers us. Raises `ConnectionError`."""
     try:
         await client.execute_command("PING")
     except (RedisError, OSError, TimeoutError) as error:
         raise ConnectionError(
-            f"Redis at {options.address} cannot be used ({type(error).__name__}: {error}): "
+            f"Redis at {options.address} cannot be used: {describe(error)}: "
             "check that it runs, and the address, user and password"
         ) from None
 
@@ -130,37 +141,36 @@ async def survey(client: Any, options: RedisOptions) -> ServerFacts:
             version = await _check_version(client, options)
             notices = await _eviction_notices(client)
             await create_group(client, options, options.start)
-    except AuthenticationError as error:
-        raise ConnectionError(
-            f"Redis at {options.address} refuses the login ({error}): check user and password"
-        ) from None
-    except NoPermissionError as error:
-        raise ConnectionError(
-            f"Redis at {options.address}: {error}: grant this user the stream commands on {options.stream}"
-        ) from None
-    except ResponseError as error:
-        raise ConnectionError(f"Redis at {options.address}: {_explain(error, options)}") from None
     except (RedisError, OSError, TimeoutError) as error:
-        raise ConnectionError(
-            f"Redis at {options.address} cannot be reached ({type(error).__name__} {error}): "
-            "check that the server runs and that host and port are right"
-        ) from None
+        raise ConnectionError(_remedy(error, options)) from None
     for notice in notices:
         log.warning("redis_notice", notice=notice, address=options.address)
     return ServerFacts(version, tuple(notices))
 
 
-def _explain(error: ResponseError, options: RedisOptions) -> str:
-    text = str(error)
-    if text.startswith("WRONGTYPE"):
+def _remedy(error: Exception, options: RedisOptions) -> str:
+    where, code = f"Redis at {options.address}", code_of(error)
+    if code in ("NOAUTH", "WRONGPASS"):
+        return f"{where} refuses the login ({describe(error)}): check user and password"
+    if code == "NOPERM":
         return (
-            f"key {options.stream} exists and is no stream: name another stream, or remove the key"
+            f"{where}: {describe(error)}: grant this user the stream commands on {options.stream}"
         )
-    if "NOAUTH" in text or "WRONGPASS" in text:
-        return f"{text}: check user and password"
-    if "DB index" in text:
-        return f"{text}: lower db ({options.db}), or raise `databases` of the server"
-    return text
+    if code == "WRONGTYPE":
+        return (
+            f"{where}: key {options.stream} exists and is no stream: name another stream, or remove "
+            "the key"
+        )
+    if "DB index" in str(error):
+        return f"{where} has no database {options.db}: lower db, or raise `databases` of the server"
+    if code in WRONG_SERVER:
+        return f"{where} takes no writes now ({code}): name the server that does, or wait until it does"
+    if isinstance(error, ResponseError):
+        return f"{where}: {describe(error)}"
+    return (
+        f"{where} cannot be reached: {describe(error)}: check that the server runs and that host and "
+        "port are right"
+    )
 
 
 async def _check_version(client: Any, options: RedisOptions) -> str:
@@ -213,7 +223,7 @@ async def create_group(client: Any, options: RedisOptions, start: str) -> bool:
             "XGROUP", "CREATE", options.stream, options.group, start, "MKSTREAM"
         )
     except ResponseError as error:
-        if str(error).startswith("BUSYGROUP"):
+        if code_of(error) == "BUSYGROUP":
             return False
         raise
     return True
@@ -221,5 +231,4 @@ async def create_group(client: Any, options: RedisOptions, start: str) -> bool:
 
 def is_nogroup(error: RedisError) -> bool:
     """True when stream or group vanished (FLUSHALL, restart without data, XGROUP DESTROY)."""
-    text = str(error)
-    return "NOGROUP" in text or text.startswith("UNBLOCKED")
+    return code_of(error) in ("NOGROUP", "UNBLOCKED")

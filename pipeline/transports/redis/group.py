@@ -86,6 +86,12 @@ class GroupCommands:
         )  # fmt: skip
         return parse_read(reply)
 
+    async def prove(self) -> None:
+        """A write that changes nothing: passes only where and when the server takes writes."""
+        await self._client.execute_command(
+            "XGROUP", "CREATECONSUMER", self._stream, self._group, self._consumer
+        )
+
     async def own_pending(self, after: str, count: int) -> list[str]:
         """Ids above `after` that are pending for us. Unlike XREADGROUP it counts no delivery."""
         rows = await self._client.execute_command(

@@ -10,12 +10,13 @@ sends for all that wait; one bad destination fails alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
 from pipeline.transports.broker_names import reply_to_error
@@ -28,8 +29,13 @@ from pipeline.transports.redis.append import (
     entry,
     only_look,
 )
-from pipeline.transports.redis.client import close_client, make_client, ping
-from pipeline.transports.redis.errors import code_of, describe
+from pipeline.transports.redis.client import (
+    close_client,
+    make_client,
+    ping,
+    reconnect_if_wrong,
+)
+from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.options import (
     LIST_PREFIX,
     REPLY_LIST,
@@ -84,8 +90,6 @@ class RedisSink:
             await self._client.execute_command(
                 "EVAL", SCRIPT, *only_look(self._options.dead_letter_stream)
             )
-        except NoPermissionError:
-            raise ConnectionError(self._no_scripts()) from None
         except (RedisError, OSError, TimeoutError) as error:
             if code_of(error) == "NOPERM":
                 raise ConnectionError(self._no_scripts()) from None
@@ -182,21 +186,21 @@ class RedisSink:
     async def _write(self, batch: list[_Waiting]) -> None:
         try:
             answers = await self._execute(batch)
-        except ResponseError as error:
-            # The server refused the transaction as a whole; send each alone to find out whose
-            # fault it is.
-            if len(batch) == 1:
-                batch[0].resolve(self._typed(error))
-                return
-            for waiting in batch:
-                await self._write([waiting])
-            return
         except (RedisError, OSError, TimeoutError) as error:
-            for waiting in batch:
-                waiting.resolve(self._typed(error))
-            return
+            about_one = isinstance(error, ResponseError) and code_of(error) not in WRONG_SERVER
+            if about_one and len(batch) > 1:
+                # The server refused the transaction as a whole; send each alone to find out whose
+                # fault it is.
+                for waiting in batch:
+                    await self._write([waiting])
+                return
+            answers = [error] * len(batch)
         for waiting, answer in zip(batch, answers, strict=True):
             waiting.resolve(self._outcome(answer))
+        wrong = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        if wrong is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await reconnect_if_wrong(self._client, wrong)
 
     async def _execute(self, batch: list[_Waiting]) -> list[Any]:
         """One answer per record; those of a server that does not know the script yet are sent again."""

@@ -30,9 +30,12 @@ from pipeline.transports.redis.client import (
     is_nogroup,
     make_client,
     ping,
+    reconnect_if_wrong,
     survey,
 )
+from pipeline.transports.redis.errors import describe
 from pipeline.transports.redis.group import Entry, GroupCommands
+from pipeline.transports.redis.health import Health
 from pipeline.transports.redis.leases import Leases
 from pipeline.transports.redis.options import DATA_FIELD, RedisOptions
 from pipeline.transports.source import BrokerSource
@@ -81,7 +84,8 @@ class RedisSource(BrokerSource):
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
         self._claim_cursor = "0-0"
-        self._fault = "not open"
+        self._health = Health(options.address, self._metrics)
+        self._state = "not open"  # empty while it is
         self.facts: ServerFacts | None = None
 
     # --- life -----------------------------------------------------------------------------------
@@ -89,8 +93,8 @@ class RedisSource(BrokerSource):
     async def open(self) -> None:
         if self.facts is None:
             self.facts = await survey(self._client, self._options)
-            self._fault = ""
-            self._metrics.gauge("source_connected", 1.0, transport="redis")
+            self._state = ""
+            self._health.opened()
 
     def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         return self._read_forever(), self._keep_house()
@@ -124,13 +128,13 @@ class RedisSource(BrokerSource):
                         await self._settle_batch()
                     await self._commands.leave()
         except _TROUBLE as error:
-            log.warning("redis_leave_failed", error=type(error).__name__)
-        self._fault = "closed"
+            log.warning("redis_leave_failed", error=describe(error))
+        self._state = "closed"
         await close_client(self._reader, bound_s)
         await close_client(self._client, bound_s)
 
     def status(self) -> SourceStatus:
-        return self._status(self._fault, held=len(self._held))
+        return self._status(self._state or self._health.fault(), held=len(self._held))
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         await self._write_counts(deliveries, 1)
@@ -144,7 +148,7 @@ class RedisSource(BrokerSource):
         try:
             await self._commands.set_counts({_id(d): d.attempt + more for d in held})
         except _TROUBLE as error:
-            log.warning("attempts_not_counted", entries=len(held), error=type(error).__name__)
+            log.warning("attempts_not_counted", entries=len(held), error=describe(error))
 
     # --- outcomes -------------------------------------------------------------------------------
 
@@ -185,35 +189,27 @@ class RedisSource(BrokerSource):
                 await self._read_once()
             except _TROUBLE as error:
                 gone = isinstance(error, RedisError) and is_nogroup(error)
-                if gone and await self._repair_group():
+                if gone and await self._repair_group("read"):
                     continue
                 # An answer may have been lost on the way: its entries are ours and not in our hands.
                 self._replay_from = "0"
-                self._report_fault(error)
+                await self._failed("read", self._reader, error)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(backoff.next_s()):
                         await self._closing.wait()
             else:
                 backoff.reset()
-                if self._fault:
-                    log.info("redis_connection", connected=True, address=self._options.address)
-                    self._metrics.gauge("source_connected", 1.0, transport="redis")
-                    self._fault = ""
 
-    def _report_fault(self, error: BaseException) -> None:
-        if not self._fault:
-            log.warning(
-                "redis_connection",
-                connected=False,
-                address=self._options.address,
-                error=type(error).__name__,
-            )
-            self._metrics.count("source_reconnects_total", transport="redis")
-            self._metrics.gauge("source_connected", 0.0, transport="redis")
-        self._fault = f"Redis at {self._options.address}: {type(error).__name__}"
+    async def _failed(self, loop: str, client: Any, error: BaseException) -> None:
+        self._health.failed(loop, error)
+        with contextlib.suppress(*_TROUBLE):
+            await reconnect_if_wrong(client, error)
 
     async def _read_once(self) -> None:
         self._wake.clear()
+        if self._health.is_wrong("read"):
+            await self._reads.prove()
+            self._health.works("read")
         room = self._room()
         if not room:
             await self._woken(self._options.block_ms / 1000)
@@ -304,12 +300,12 @@ class RedisSource(BrokerSource):
             for delivery in deliveries:
                 self._let_go(delivery)
 
-    async def _repair_group(self) -> bool:
+    async def _repair_group(self, loop: str) -> bool:
         """Make stream and group again. From `0`: what was added since must not be skipped."""
         try:
             made = await create_group(self._client, self._options, "0")
         except _TROUBLE as error:
-            self._report_fault(error)
+            await self._failed(loop, self._client, error)
             return False
         self._replay_from = "0"
         if made:
@@ -331,6 +327,8 @@ class RedisSource(BrokerSource):
         while True:
             self._tick.clear()
             try:
+                if self._health.is_wrong("house"):
+                    await self._commands.prove()
                 await self._redeliver()
                 await self._settle_batch()
                 await self._renew()
@@ -340,11 +338,12 @@ class RedisSource(BrokerSource):
                     await self._claim()
                     if claims % _CLEAN_EVERY_CLAIMS == 0:
                         await self._remove_dead_consumers()
+                self._health.works("house")
             except _TROUBLE as error:
                 if isinstance(error, RedisError) and is_nogroup(error):
-                    await self._repair_group()
+                    await self._repair_group("house")
                 else:
-                    self._report_fault(error)
+                    await self._failed("house", self._client, error)
                     self._replay_from = "0"
                 await asyncio.sleep(backoff.next_s())
                 continue

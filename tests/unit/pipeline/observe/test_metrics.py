@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from redis.exceptions import ResponseError
 
 from pipeline.observe.logs import _ForeignHandler, configure_logging
 from pipeline.observe.metric_table import BY_NAME, METRICS, PREFIX
@@ -255,3 +256,15 @@ async def test_metrics_are_safe_from_threads() -> None:
     await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4)))
     assert value(metrics, "items_total", task="embed") == 2000
     assert value(metrics, "batch_items_count", model="m") == 2000
+
+
+def test_no_level_logs_what_a_brokers_client_says(log_lines: io.StringIO) -> None:
+    """K40: its errors quote whole commands, and with them records."""
+    configure_logging("debug", "json", stream=log_lines)
+    error = ResponseError("Command # 1 (XADD s * data XYZZY) of pipeline caused error: NOPERM")
+    structlog.get_logger("test").error("failed", exc_info=error)
+    structlog.get_logger("test").error("failed", exc_info=LookupError("a plain one"))
+    assert [event["error"] for event in events(log_lines)] == [
+        "ResponseError",
+        "LookupError: a plain one",
+    ]
