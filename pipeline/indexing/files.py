@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from actors.ports import Deadline, Delivery, SourceClosed, SourceStatus
+from actors.ports import Deadline, Delivery, SourceClosed, SourceStatus, Withdraw
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".markdown", ".rst", ".html", ".htm")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -220,6 +220,7 @@ class FileDelivery:
     headers: Mapping[str, bytes] = field(default_factory=dict)
     attempt: int = 1
     redelivered: bool = False
+    withdrawn: bool = False
     damage: str | None = None
     received_at: float = field(default_factory=time.monotonic)
     _over: bool = False
@@ -318,6 +319,9 @@ class FileSource:
         self._closing.set()
         self._room.set()
         self._fewer.set()
+
+    def withdraw_with(self, withdraw: Withdraw) -> None:
+        """Nobody else takes rows."""
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """A run that dies is run again by a person, who sees what it died of."""
