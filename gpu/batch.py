@@ -198,6 +198,7 @@ class ModelInfo:
     attention: str = "sdpa"  # backend, shown by `check`
     linears: str = "torch"  # "onednn-prepacked" or "torch"
     notes: tuple[str, ...] = ()  # what an operator should know, one sentence each
+    honoured: tuple[str, ...] = ()  # keys of the folder's files that were obeyed, "file: key"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ What must stay true: no torch at import; `MemoryError` is the only error that as
 
 from __future__ import annotations
 
-from schemas.errors import NonFinite
+from schemas.errors import NonFinite, ZeroVector
 
 
 class ModelLoadError(Exception):
@@ -52,6 +52,14 @@ def as_runner_error(error: Exception) -> Exception:
     if type(error).__name__ == "AcceleratorError" or any(mark in text for mark in _LOST):
         return DeviceFault(text.split("\n")[0][:300])
     return error
+
+
+def zero_vector() -> ZeroVector:
+    """The error of an item whose vector was to have length 1 and cannot."""
+    return ZeroVector(
+        "the model gave a vector of zeros for this item, which has no direction; `normalize: false` "
+        "gives it as it is"
+    )
 
 
 def non_finite() -> NonFinite:

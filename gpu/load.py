@@ -72,6 +72,7 @@ class RunnerFactory:
             label_tokens=settings.label_tokens or None,
             causal=None if settings.causal == "auto" else settings.causal,
             trust_remote_code=settings.trust_remote_code,
+            ignore_keys=settings.ignore_keys,
         )
 
     def _load(self) -> Runner:
@@ -115,7 +116,7 @@ class RunnerFactory:
         self._enter("loading tokenizer")
         encoder = load_static_encoder(spec, empty_input=self.settings.empty_input)
         self._enter("loading weights")
-        return StaticRunner(spec, self.settings, encoder, name=self.name)
+        return StaticRunner(encoder.spec, self.settings, encoder, name=self.name)
 
     def _vision(self, spec: ModelSpec) -> Runner:
         """A model that takes images."""
@@ -129,7 +130,12 @@ class RunnerFactory:
         limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
         encoder = load_vision_encoder(spec, limits=limits, empty_input=settings.empty_input)
         return VisionRunner(
-            spec, settings, encoder, name=self.name, prepack=self.prepack, on_phase=self._enter
+            encoder.spec,
+            settings,
+            encoder,
+            name=self.name,
+            prepack=self.prepack,
+            on_phase=self._enter,
         )
 
     def _refuse_text_only(self) -> None:

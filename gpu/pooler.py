@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu.batch import PackedBatch, Pooling
+from gpu.batch import Float32, PackedBatch, Pooling
 from gpu.device.linears import prepack_one
 from gpu.device.staging import row_numbers
-from gpu.faults import ModelLoadError
-from gpu.folder.fingerprint import refused_pickle, weight_files
+from gpu.faults import ModelLoadError, non_finite, zero_vector
+from gpu.folder.fingerprint import refused_pickle
 from gpu.folder.modules import DenseSpec
+from gpu.folder.stored import weight_files
+from schemas.errors import NonFinite
 
 NORM_EPS = 1e-12  # torch.nn.functional.normalize's own default
 
@@ -140,6 +142,16 @@ def finish(
             part = part / norm.clamp_min(NORM_EPS)
         groups.append((rows, part))
     return groups
+
+
+def flaw(vector: Float32, unit: bool) -> NonFinite | None:
+    """Why a finished vector must not be answered, or None. vector: [size] float32, on the host.
+
+    unit: it was to have length 1, which a vector of zeros cannot have.
+    """
+    if not np.isfinite(vector).all():
+        return non_finite()
+    return zero_vector() if unit and not vector.any() else None
 
 
 class DenseStack(nn.Module):

@@ -27,6 +27,7 @@ from gpu.batch import (
 )
 from gpu.device.pick import DTYPES, pick_device, pick_dtype
 from gpu.faults import ModelLoadError, as_runner_error
+from gpu.folder.fingerprint import computed_in
 from gpu.folder.spec import ModelSpec
 from gpu.settings import ModelSettings
 from schemas.errors import EmbedstreamError, EmptyInput, InvalidRequest, TooLong, Unsupported
@@ -171,9 +172,7 @@ class BaseRunner(ABC):
         spec, multivector = self.spec, self.spec.multivector
         known: dict[str, Any] = {
             "name": self.name,
-            "fingerprint": spec.fingerprint,
             "architecture": spec.architecture,
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
             "device": str(self.device),
             "tasks": spec.tasks,
             "max_tokens": spec.max_tokens,
@@ -189,8 +188,13 @@ class BaseRunner(ABC):
             "prompts": tuple(sorted(spec.prompts)),
             "default_prompt_name": spec.default_prompt_name,
             "notes": spec.notes,
+            "honoured": spec.honoured,
         }
-        return ModelInfo(**(known | found))
+        dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        # `speed` shows in the dtype that the load tells.
+        speed = "off" if found.get("dtype", dtype) == dtype else str(found["dtype"])
+        fingerprint = computed_in(spec.fingerprint, dtype, speed)
+        return ModelInfo(**({"fingerprint": fingerprint, "dtype": dtype} | known | found))
 
     def _warm_up(self) -> None:
         """One pack at the token budget. Out of memory here names the setting to lower."""

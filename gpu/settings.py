@@ -144,6 +144,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="Run Python code that comes with the model folder. Never by default."),
     ] = False
+    ignore_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Keys of the model folder's JSON files that you know to change nothing. Any other "
+            "key that is not understood stops the load."
+        ),
+    ] = ()
     allow_pickle: Annotated[
         bool,
         Meta(description="Load pickled weights (weights only) when there are no safetensors."),

@@ -17,6 +17,7 @@
     |- Cancelled                     cancelled              (retryable) withdrawn before the forward
     |- Overloaded                    overloaded             (retryable) try again later
     |- NonFinite                     non_finite             the model gave NaN or infinity for this item
+    |  |- ZeroVector                 zero_vector            the vector is all zeros, which has no direction
     |- ModelError                    model_error            the forward failed for this item alone
     |- OutOfMemory                   out_of_memory          this item alone exhausts device memory
     |- Internal                      internal               (retryable) a fault of the service
@@ -211,6 +212,12 @@ class NonFinite(EmbedstreamError):
     code = "non_finite"
 
 
+class ZeroVector(NonFinite):
+    """The model gave a vector of zeros, which cannot be brought to length 1."""
+
+    code = "zero_vector"
+
+
 class ModelError(EmbedstreamError):
     """The forward failed for this item even when it ran alone."""
 
@@ -233,6 +240,6 @@ class Internal(EmbedstreamError):
 ALL_ERRORS: tuple[type[EmbedstreamError], ...] = (
     InvalidRequest, TooLong, ItemTooLarge, TooManyItems, TooDeep, RecordTooLarge, Unsupported,
     UnknownModel, InvalidDimensions, EmptyInput, ForbiddenDestination, Expired, Cancelled,
-    Overloaded, NonFinite, ModelError, OutOfMemory, Internal,
+    Overloaded, NonFinite, ZeroVector, ModelError, OutOfMemory, Internal,
 )  # fmt: skip
 BY_CODE: dict[str, type[EmbedstreamError]] = {cls.code: cls for cls in ALL_ERRORS}

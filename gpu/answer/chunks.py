@@ -22,8 +22,7 @@ from gpu.batch import (
     pack,
 )
 from gpu.encode.long_texts import CHUNKS
-from gpu.faults import non_finite
-from gpu.pooler import NORM_EPS
+from gpu.pooler import NORM_EPS, flaw
 from schemas.errors import EmbedstreamError
 
 
@@ -109,11 +108,10 @@ def _average(item: EncodedItem, outcomes: Sequence[ItemOutcome], normalize: bool
     with np.errstate(over="ignore", invalid="ignore"):
         mean = (np.stack(vectors) * weights[:, None]).sum(axis=0) / weights.sum()
     mean = mean[: item.options.dimensions].astype(np.float32)
-    if normalize if item.options.normalize is None else item.options.normalize:
+    unit = normalize if item.options.normalize is None else item.options.normalize
+    if unit:
         mean = mean / np.maximum(np.linalg.norm(mean), np.float32(NORM_EPS))
-    if not np.isfinite(mean).all():
-        return non_finite()
-    return ItemResult(dense=mean)
+    return flaw(mean, unit) or ItemResult(dense=mean)
 
 
 def spans_of(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +21,8 @@ from gpu.device.staging import CopyOut, Ticket
 from gpu.faults import non_finite
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.spec import ModelSpec
-from gpu.pooler import DenseStack, Segments, finish, pool
+from gpu.pooler import DenseStack, Segments, finish, flaw, pool
+from schemas.errors import NonFinite
 from schemas.requests import Output
 
 _Value = TypeVar("_Value")
@@ -86,20 +86,21 @@ class Outputs(nn.Module):
             if row in late:
                 outcomes.append(late[row])
                 continue
-            parts = [found[row] for found in (dense, sparse, vectors) if row in found]
-            if any(part is None for part in parts):
+            vector = dense.get(row)
+            if isinstance(vector, NonFinite):
+                outcomes.append(vector)
+                continue
+            if any(found[row] is None for found in (sparse, vectors) if row in found):
                 outcomes.append(non_finite())
                 continue
             outcomes.append(
-                ItemResult(
-                    dense=dense.get(row), sparse=sparse.get(row), multivector=vectors.get(row)
-                )
+                ItemResult(dense=vector, sparse=sparse.get(row), multivector=vectors.get(row))
             )
         return outcomes
 
     def _dense(
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
-    ) -> Arriving[Float32 | None]:
+    ) -> Arriving[Float32 | NonFinite]:
         rows = _asking(batch, "dense")
         if not rows:
             return dict
@@ -114,7 +115,7 @@ class Outputs(nn.Module):
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
     ) -> Arriving[ItemOutcome]:
         """Rows that asked for `chunk_tokens`: the mean of each span, as the dense vector is made."""
-        chunked: list[tuple[int, tuple[tuple[int, int], ...], Ticket]] = []
+        chunked: list[tuple[int, tuple[tuple[int, int], ...], bool, Ticket]] = []
         for row, item in enumerate(batch.items):
             if item.options.chunk_tokens is None:
                 continue
@@ -125,20 +126,16 @@ class Outputs(nn.Module):
             ends = tuple(start + b for _, b in spans)
             pooled = pool(hidden, Segments(starts, ends, (0,) * len(spans)), "mean")
             vectors = self.dense(pooled)
-            ((_, part),) = finish(
-                vectors, *self._asked(batch, [row] * len(spans), vectors.shape[1])
-            )
-            chunked.append((row, tuple(spans), copies.add(part)))
+            sizes, units = self._asked(batch, [row] * len(spans), vectors.shape[1])
+            ((_, part),) = finish(vectors, sizes, units)
+            chunked.append((row, tuple(spans), units[0], copies.add(part)))
 
         def arrived() -> dict[int, ItemOutcome]:
             found: dict[int, ItemOutcome] = {}
-            for row, spans, ticket in chunked:
+            for row, spans, unit, ticket in chunked:
                 values = ticket()
-                found[row] = (
-                    ItemResult(multivector=values, spans=spans)
-                    if bool(np.isfinite(values).all())
-                    else non_finite()
-                )
+                flaws = (bad for value in values if (bad := flaw(value, unit)) is not None)
+                found[row] = next(flaws, None) or ItemResult(multivector=values, spans=spans)
             return found
 
         return arrived
@@ -183,19 +180,17 @@ def dense_rows(
     vectors: torch.Tensor,
     normalize: bool,
     copies: CopyOut,
-) -> Arriving[Float32 | None]:
-    """vectors: [len(rows), dimensions] float32 -> cut and normalised as each row asks; None: it was not
-    finite. normalize: the model's own default."""
-    asked = _sizes_and_units(batch, rows, vectors.shape[1], normalize)
-    groups = [(group, copies.add(part)) for group, part in finish(vectors, *asked)]
+) -> Arriving[Float32 | NonFinite]:
+    """vectors: [len(rows), dimensions] float32 -> cut and normalised as each row asks, or what is wrong
+    with it. normalize: the model's own default."""
+    sizes, units = _sizes_and_units(batch, rows, vectors.shape[1], normalize)
+    groups = [(group, copies.add(part)) for group, part in finish(vectors, sizes, units)]
 
-    def arrived() -> dict[int, Float32 | None]:
-        found: dict[int, Float32 | None] = {}
+    def arrived() -> dict[int, Float32 | NonFinite]:
+        found: dict[int, Float32 | NonFinite] = {}
         for group, ticket in groups:
-            values = ticket()
-            finite = np.asarray(np.isfinite(values).all(axis=1))
-            for i, value, good in zip(group, values, finite, strict=True):
-                found[rows[i]] = value if good else None
+            for i, value in zip(group, ticket(), strict=True):
+                found[rows[i]] = flaw(value, units[i]) or value
         return found
 
     return arrived

@@ -58,6 +58,8 @@ def load_encoder(
     """The encoder of a text model. Raises `ModelLoadError` when its tokenizer cannot serve it."""
     outer = folder_tokenizer(spec, trust_remote_code=trust_remote_code)
     fast = outer.backend_tokenizer
+    if spec.calls.lower_case:
+        _lower_case_first(fast)
     always = spec.model_type == NVEMBED
     if (spec.family.causal or always) and (
         note := _close_with_end_token(fast, spec.transformer, always=always)
@@ -80,6 +82,18 @@ def load_encoder(
         empty_input=empty_input,
         bos=outer.bos_token,
     )
+
+
+def _lower_case_first(tokenizer: Any) -> None:
+    """`do_lower_case` of sentence_bert_config.json, as sentence-transformers carries it out."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    own = tokenizer.normalizer
+    parts: list[Any] = [] if own is None else [own]
+    if isinstance(own, Sequence):
+        parts = list(own)  # type: ignore[call-overload]  # the stubs do not say that it iterates
+    if not any(isinstance(part, Lowercase) for part in parts):
+        tokenizer.normalizer = Sequence([Lowercase(), *parts])
 
 
 def _close_with_end_token(tokenizer: Any, folder: Path, *, always: bool = False) -> str | None:

@@ -10,7 +10,7 @@ No torch here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,7 @@ class PairAssembler:
         bos: text of the first token, or None when the tokenizer has none.
         limit: tokens of a whole pair.
         allow_empty: a text without a token is scored, not refused.
+        spell: see `gpu.encode.control.ControlTokens.spell`.
 
     Raises `ModelLoadError` when the prompt does not fit the tokenizer or the limit.
     """
@@ -94,9 +95,10 @@ class PairAssembler:
         bos: str | None,
         limit: int,
         allow_empty: bool,
+        spell: Callable[[Int32], Int32] = lambda ids: ids,
     ) -> None:
         self.prompt, self.limit, self.allow_empty = prompt, limit, allow_empty
-        self._tokenizer = tokenizer
+        self._tokenizer, self._spell = tokenizer, spell
         self._with = self._parse(prompt.template, bos)
         self._without = None if prompt.without is None else self._parse(prompt.without, bos)
         if not any(mark in prompt.template for mark in (CUT, "{bos}")):
@@ -200,6 +202,10 @@ class PairAssembler:
         clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._tokenizer.encode(clean, add_special_tokens=False).ids
         return np.asarray(ids, dtype=np.int32)
+
+    def _text_ids(self, text: str) -> Int32:
+        """Of a text that holds a sender's words."""
+        return self._spell(self._ids(text))
 
     # -- per request --------------------------------------------------------------------------
 
@@ -326,7 +332,7 @@ class PairAssembler:
         if not len(tail):
             return body[:room]
         trim = str.strip if self.prompt.strip else str
-        without_tail = self._ids(plan.layout.lead.render(plan.values) + trim(document))
+        without_tail = self._text_ids(plan.layout.lead.render(plan.values) + trim(document))
         return np.concatenate((without_tail[: room - len(tail)], tail))
 
     def _is_empty(self, document: str) -> bool:

@@ -46,6 +46,13 @@ class Template:
         """Special tokens of a pair."""
         return len(self.pair_prefix) + len(self.pair_middle) + len(self.pair_suffix)
 
+    def as_lists(self) -> list[Any]:
+        """Plain values, for the fingerprint."""
+        return [
+            value.tolist() if isinstance(value, np.ndarray) else value
+            for value in (getattr(self, field) for field in self.__slots__)
+        ]
+
     def single(self, content: Int32) -> Int32:
         """[n] int32 -> [n + n_single] int32."""
         return np.concatenate((self.prefix, content, self.suffix))
@@ -67,14 +74,14 @@ class Template:
         )
 
 
-def learn_template(tokenizer: Any) -> Template:
+def learn_template(tokenizer: Any, *, special_tokens: bool = True) -> Template:
     """Read the template off the tokenizer's own output for a sample, and check it on others.
 
-    Raises `ModelLoadError` when the post-processor is not of the form "specials around content".
+    special_tokens: False for a folder whose library tokenizes without them. Raises `ModelLoadError` when the post-processor is not of the form "specials around content".
     """
     sample = _sample(tokenizer)
-    single = tokenizer.encode(sample)
-    pair = tokenizer.encode(sample, sample)
+    single = tokenizer.encode(sample, add_special_tokens=special_tokens)
+    pair = tokenizer.encode(sample, sample, add_special_tokens=special_tokens)
     first = _span(single, 0)
     a, b = _span(pair, 0), _span(pair, 1)
     template = Template(
@@ -89,7 +96,7 @@ def learn_template(tokenizer: Any) -> Template:
         type_a=int(pair.type_ids[a[0]]),
         type_b=int(pair.type_ids[b[0]]),
     )
-    _verify(tokenizer, template, sample)
+    _verify(tokenizer, template, sample, special_tokens)
     return template
 
 
@@ -115,15 +122,16 @@ def _span(encoding: Any, sequence: int) -> tuple[int, int]:
     return places[0], places[-1] + 1
 
 
-def _verify(tokenizer: Any, template: Template, sample: str) -> None:
+def _verify(tokenizer: Any, template: Template, sample: str, special_tokens: bool) -> None:
     longer = f"{sample} {sample} {sample}"
     a, b = (
         _array(tokenizer.encode(text, add_special_tokens=False).ids) for text in (longer, sample)
     )
     ids, types = template.pair(template.pair_head(a), b)
-    pair = tokenizer.encode(longer, sample)
+    pair = tokenizer.encode(longer, sample, add_special_tokens=special_tokens)
+    single = tokenizer.encode(longer, add_special_tokens=special_tokens)
     if (
-        template.single(a).tolist() != tokenizer.encode(longer).ids
+        template.single(a).tolist() != single.ids
         or ids.tolist() != pair.ids
         or types.tolist() != pair.type_ids
     ):

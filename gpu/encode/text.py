@@ -9,6 +9,8 @@ sender may cause becomes an error entry, never an exception, and never touches i
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,11 +18,13 @@ from typing import Any, Literal
 import numpy as np
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
+from gpu.encode.control import ControlTokens
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
 from gpu.encode.request_check import check_request
 from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
+from gpu.folder.fingerprint import with_tokenizer
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.prompts import N_SHARED
 from gpu.folder.spec import ModelSpec
@@ -93,7 +97,26 @@ class TextEncoder:
         tokenizer.encode_special_tokens = True  # "[SEP]" in a text is text
         self._tokenizer = tokenizer
         self._batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-        self._template: Template = learn_template(tokenizer)
+        self._template: Template = learn_template(
+            tokenizer, special_tokens=spec.calls.special_tokens
+        )
+        description = json.loads(tokenizer.to_str())
+        self._control = ControlTokens(tokenizer, description["model"])
+        notes = spec.notes
+        if self._control.spelled:
+            told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
+            notes = (*notes, told)
+        around = [token_types, *self._template.as_lists()]
+        # What only the tokenizer could tell.
+        self.spec = spec = dataclasses.replace(
+            spec,
+            notes=notes,
+            fingerprint=with_tokenizer(spec.fingerprint, description, around),
+        )
+        # Prompts of the folder and of the settings: they may hold control tokens, a request's may not.
+        self._prompts = {
+            name: self._control.split_prompt(name, prompt) for name, prompt in spec.prompts.items()
+        }
         self._token_types = token_types
         self.pairs: PairAssembler | None = None
         if spec.pairs is not None:
@@ -103,6 +126,7 @@ class TextEncoder:
                 bos=bos,
                 limit=self.limit,
                 allow_empty=empty_input == "embed",
+                spell=self._control.spell,
             )
         if self.limit <= max(self._template.n_single, self._template.n_pair):
             raise ModelLoadError(
@@ -153,9 +177,10 @@ class TextEncoder:
             for document in request.documents:
                 add(document.text)
             return plan
-        if self.spec.multivector is not None and request.prompt is None:
-            plan.prompt_name = request.prompt_name or self.spec.default_prompt_name
-            plan.lead, prompt = self._lead(plan.prompt_name, prompt)
+        if request.prompt is None:
+            name = request.prompt_name or self.spec.default_prompt_name
+            plan.prompt_name = None if self.spec.multivector is None else name
+            plan.lead, prompt = self._lead(name, prompt)
         for item in request.input:
             if isinstance(item, Text):
                 add((prompt or "") + item.text)
@@ -180,12 +205,16 @@ class TextEncoder:
         return self.spec.prompts[name]
 
     def _lead(self, name: str | None, prompt: str | None) -> tuple[Int32, str | None]:
-        """A prompt's first token, where a ColBERT model has one for it, and the text that is left."""
-        assert self.spec.multivector is not None
-        for known, token, text in self.spec.multivector.prefix_ids:
+        """The ids of a prompt up to its last control token, and the text that is left; of a ColBERT
+        model also the token that stands for a prompt's beginning."""
+        prefixes = () if self.spec.multivector is None else self.spec.multivector.prefix_ids
+        for known, token, text in prefixes:
             if known == name and prompt is not None and prompt.startswith(text):
                 return np.array([token], dtype=np.int32), prompt[len(text) :] or None
-        return _NO_IDS, prompt
+        if name is None or prompt is None:
+            return _NO_IDS, prompt
+        lead, rest = self._prompts[name]
+        return lead, rest or None
 
     def _contents(self, texts: list[str]) -> list[Content]:
         """[n] int32 content ids per text, without special tokens. One call for all."""
@@ -196,7 +225,9 @@ class TextEncoder:
         except BaseException as error:  # noqa: BLE001 - one odd text must not fail the others
             _reraise_unless_fault(error)
             return [self._content(text) for text in texts]
-        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return [
+            self._control.spell(np.asarray(encoding.ids, dtype=np.int32)) for encoding in encodings
+        ]
 
     def _content(self, text: str) -> Content:
         """One text alone, with lone surrogates replaced (U+FFFD), which the tokenizer cannot take."""
@@ -206,7 +237,7 @@ class TextEncoder:
         except BaseException as error:  # noqa: BLE001 - whatever this text did, it did to itself
             _reraise_unless_fault(error)
             return ModelError(f"the tokenizer cannot take this text: {type(error).__name__}")
-        return np.asarray(ids, dtype=np.int32)
+        return self._control.spell(np.asarray(ids, dtype=np.int32))
 
     def _assemble(self, plan: _Plan, contents: list[Content]) -> EncodedRequest | EmbedstreamError:
         request = plan.request
@@ -249,7 +280,7 @@ class TextEncoder:
                 options=plan.options,
                 index=index,
                 pooled_from=0
-                if self.spec.include_prompt or not n_prompt
+                if self.spec.include_prompt or not (n_prompt or len(plan.lead))
                 else self._after(len(head)) + n_prompt,
             )
         cut = self._cut(content, self.limit - n_around, plan.request.truncate)
@@ -259,9 +290,10 @@ class TextEncoder:
         if len(ids) == 0:
             return _empty(f"$.input[{index}]", index)
         pooled_from = 0
-        if prompt_ids is not None and not self.spec.include_prompt:
+        if not self.spec.include_prompt:
+            n_prompt = 0 if prompt_ids is None else len(prompt_ids)
             lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
-            kept = min(max(len(prompt_ids) - lost, 0), len(cut))
+            kept = len(plan.lead) + min(max(n_prompt - lost, 0), len(cut))
             pooled_from = self._after(len(self._template.prefix)) + kept if kept else 0
         return EncodedItem(
             ids,

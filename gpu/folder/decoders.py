@@ -16,6 +16,9 @@ from gpu.folder.families import Family
 from gpu.folder.spec import Overrides
 
 REWARD_SUFFIX = "ForRewardModel"
+_HEADS = ("ForSequenceClassification", "ForMaskedLM")
+# Encoders whose folders carried the code that transformers took over under the same names.
+_UPSTREAMED = frozenset({"nomic_bert", "eurobert"})
 
 
 def is_reward(architecture: str) -> bool:
@@ -42,18 +45,21 @@ def check_folder_code(
         )
     if family.remote:
         return ("trust_remote_code: Python code of the model folder runs in this process",)
-    classifier = architecture.endswith("ForSequenceClassification")
-    kind = "ForSequenceClassification" if classifier else ""
-    remote = (config.get("auto_map") or {}).get(f"AutoModel{kind}")
-    if said.trust_remote_code or remote is None or not family.causal:
+    kind = next((k for k in _HEADS if architecture.endswith(k)), "")
+    named = config.get("auto_map") or {}
+    suffix = kind if named.get(f"AutoModel{kind}") else ""
+    remote = named.get(f"AutoModel{suffix}")
+    if said.trust_remote_code or remote is None:
         return ()
     name = str(remote).rsplit(".", 1)[-1]
-    if name.lower() != family.model_type.replace("_", "") + (kind or "Model").lower():
+    plain = family.model_type.replace("_", "") + (suffix or "Model")
+    if name.lower() != plain.lower() or not (family.causal or family.model_type in _UPSTREAMED):
         raise ModelLoadError(
             f"{folder}: the folder brings a model class of its own ({name}) for model type "
-            f"{family.model_type!r}; read that code, then set `trust_remote_code = true`"
+            f"{family.model_type!r}, which may compute something else than transformers' class; read "
+            "that code, then set `trust_remote_code = true`"
         )
-    if said.causal is None and not isinstance(config.get("is_causal"), bool):
+    if family.causal and said.causal is None and not isinstance(config.get("is_causal"), bool):
         raise ModelLoadError(
             f"{folder}: the folder brings its own copy of {name} and config.json does not say "
             "`is_causal`; set `causal = true` or `causal = false` for this model, or "

@@ -68,7 +68,7 @@ def embed_fields(
             f"{folder}: the folder names no pooling (no modules.json with a Pooling module); "
             'set `pooling = "cls"`, `"mean"` or `"last_token"` for this model'
         )
-    native = int(modules.dense[-1].out_features if modules.dense else hidden_size(config))
+    native = _vector_size(modules, hidden_size(config))
     return {
         "tasks": frozenset({"embed"}),
         "head": False,
@@ -82,6 +82,26 @@ def embed_fields(
         "allowed_dimensions": allowed_dimensions(config, native, said),
         "notes": tuple(notes),
     }
+
+
+def _vector_size(modules: Modules, hidden: int) -> int:
+    """Follows the width from the hidden states through the Dense modules. Raises `ModelLoadError` where
+    two files disagree."""
+    width, said_by = hidden, modules.transformer / "config.json"
+    pooled = modules.pooling or {}
+    for name in ("word_embedding_dimension", "embedding_dimension"):
+        if pooled.get(name) not in (None, width):
+            raise ModelLoadError(
+                f"{modules.pooling_file}: {name} = {pooled[name]}, but {said_by} gives {width}"
+            )
+    for dense in modules.dense:
+        if dense.in_features != width:
+            raise ModelLoadError(
+                f"{dense.folder / 'config.json'}: in_features = {dense.in_features}, but {said_by} "
+                f"gives {width}"
+            )
+        width, said_by = dense.out_features, dense.folder / "config.json"
+    return width
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:

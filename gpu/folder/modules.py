@@ -16,6 +16,7 @@ from typing import Any
 
 from gpu.batch import Pooling
 from gpu.faults import ModelLoadError
+from gpu.folder.keys import KeyReader
 
 POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "mean": "mean", "lasttoken": "last_token", "last_token": "last_token",
@@ -28,6 +29,14 @@ _LEGACY_POOLING_KEYS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+
+
+# Modules that have a config.json of their own, and its rows in `gpu.folder.keys`.
+_MODULE_FILES = {
+    "Pooling": "Pooling", "Dense": "Dense", "Normalize": "Normalize", "Dropout": "Dropout",
+    "SpladePooling": "SpladePooling", "MultiVectorMask": "MultiVectorMask",
+    "LogitScore": "LogitScore", "CausalScoreHead": "LogitScore",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Modules:
 
     transformer: Path
     pooling: Mapping[str, Any] | None = None
+    pooling_file: Path | None = None
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     described: bool = False  # there is a modules.json
@@ -73,12 +83,16 @@ class Modules:
     logit_score: Mapping[str, Any] | None = None  # config of a CrossEncoder's LogitScore
 
 
-def read_modules(folder: Path) -> Modules:
+def read_modules(folder: Path, keys: KeyReader) -> Modules:
+    """What modules.json lists. Raises `ModelLoadError` for a module, or a key of one, that is not computed."""
     entries = read_json(folder / "modules.json")
     if not entries:
         return Modules(folder)
+    if not isinstance(entries, list):
+        raise ModelLoadError(f"{folder / 'modules.json'}: a list of modules is expected")
     transformer: Path | None = None
     pooling: Mapping[str, Any] | None = None
+    pooling_file: Path | None = None
     splade: Mapping[str, Any] | None = None
     mask: Mapping[str, Any] | None = None
     dense: list[DenseSpec] = []
@@ -87,8 +101,12 @@ def read_modules(folder: Path) -> Modules:
     logit_score: Mapping[str, Any] | None = None
     colbert = is_colbert(folder)
     for entry in entries:
+        keys.check(folder / "modules.json", entry, "modules.json")
         kind = str(entry.get("type", "")).rsplit(".", 1)[-1]
         path = folder / str(entry.get("path", ""))
+        if kind in _MODULE_FILES:
+            config_file = path / "config.json"
+            keys.check(config_file, read_json(config_file), _MODULE_FILES[kind])
         done = splade is not None or mask is not None
         if kind in ("Transformer", "MLMTransformer") and transformer is None:
             transformer = path
@@ -104,6 +122,7 @@ def read_modules(folder: Path) -> Modules:
             normalize = True
         elif kind == "Pooling" and pooling is None and not token_dense:
             pooling = read_json(path / "config.json", required=True)
+            pooling_file = path / "config.json"
         elif kind == "Dense" and pooling is not None and not normalize:
             dense.append(_dense(folder, path))
         elif kind == "Normalize" and pooling is not None:
@@ -124,8 +143,9 @@ def read_modules(folder: Path) -> Modules:
     return Modules(
         transformer,
         pooling,
-        tuple(dense),
-        normalize,
+        pooling_file=pooling_file,
+        dense=tuple(dense),
+        normalize=normalize,
         described=True,
         logit_score=logit_score,
         splade=splade,
@@ -173,10 +193,16 @@ def _dense(folder: Path, path: Path, works_on: str | None = "sentence_embedding"
         raise ModelLoadError(
             f"{folder}: Dense module {path.name} has {', '.join(odd)}: unsupported"
         )
+    sizes = {}
+    for name in ("in_features", "out_features"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ModelLoadError(
+                f"{path / 'config.json'}: {name} = {config.get(name)!r} is not 1 and more"
+            )
+        sizes[name] = config[name]
     return DenseSpec(
         folder=path,
-        in_features=int(config["in_features"]),
-        out_features=int(config["out_features"]),
+        **sizes,
         bias=bool(config.get("bias", True)),
         activation=activation.rsplit(".", 1)[-1],
     )

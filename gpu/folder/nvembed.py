@@ -15,9 +15,12 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import FAMILIES
-from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.fingerprint import fingerprint_of
+from gpu.folder.keys import KeyReader
 from gpu.folder.modules import read_json
+from gpu.folder.sentence_bert import check_shared_files, read_sentence_bert
 from gpu.folder.spec import ModelSpec, Overrides
+from gpu.folder.stored import check_files, weight_files
 
 NVEMBED = "nvembed"
 # modeling_nvembed.py's LatentAttentionConfig.
@@ -47,6 +50,10 @@ def read_nvembed(folder: Path, said: Overrides) -> ModelSpec | None:
             "(modeling_nvembed.py); read it, then set `trust_remote_code = true` for this model"
         )
     text = config.get("text_config") or {}
+    keys = KeyReader(folder, said.ignore_keys)
+    keys.check_config(folder / "config.json", config, NVEMBED)
+    check_shared_files(folder, folder, keys)
+    check_files(folder)
     sizes = _latent_config(config)
     if said.pooling not in (None, "mean"):
         raise ModelLoadError(
@@ -61,7 +68,7 @@ def read_nvembed(folder: Path, said: Overrides) -> ModelSpec | None:
     if not weight_files(folder):
         raise ModelLoadError(f"{folder}: no weights (model.safetensors) in the folder")
     limits = [int(text.get("max_position_embeddings") or 32768)]
-    length = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    length = read_sentence_bert(folder).get("max_seq_length")
     if isinstance(length, int) and length > 0:
         limits.append(length)
     st_config = read_json(folder / "config_sentence_transformers.json")
@@ -93,5 +100,8 @@ def read_nvembed(folder: Path, said: Overrides) -> ModelSpec | None:
     if not common["include_prompt"]:
         notes.append(_MASKED_PROMPT)
     return ModelSpec(
-        **common, notes=tuple(notes), fingerprint=fingerprint_of(folder, meaning=common)
+        **common,
+        notes=tuple(notes),
+        fingerprint=fingerprint_of(folder, meaning=common, config=keys.meaning(head=False)),
+        honoured=keys.honoured,
     )

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from gpu.faults import ModelLoadError
-from gpu.folder.fingerprint import weight_files
 from gpu.folder.modules import DenseSpec, Modules, read_json
+from gpu.folder.sentence_bert import read_sentence_bert
+from gpu.folder.stored import weight_files
 from schemas.requests import Output
 
 OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")
@@ -248,7 +249,7 @@ def prefixed_prompts(st_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expands_queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> bool:
-    own = read_json(transformer / "sentence_bert_config.json").get("query_expansion")
+    own = read_sentence_bert(transformer).get("query_expansion")
     if own is not None or st_config.get("query_expansion") is not None:
         return True
     return pylate and st_config.get("do_query_expansion") is not False

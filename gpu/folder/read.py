@@ -13,26 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
+from gpu.folder.config_keys import READ_BY_TYPE
 from gpu.folder.decoders import (
     attention_notes,
     check_folder_code,
     is_reward,
     remote_family,
-    rope_limit,
 )
 from gpu.folder.embedder import embed_fields, read_prompts
 from gpu.folder.families import FAMILIES, Family, position_offset
-from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.fingerprint import fingerprint_of
+from gpu.folder.keys import KeyReader
+from gpu.folder.limits import max_tokens
 from gpu.folder.modules import read_json, read_modules
 from gpu.folder.nvembed import read_nvembed
 from gpu.folder.prompts import LabelHead
-from gpu.folder.rerankers import declared_prompt, is_scorer, label_head
+from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
+from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.static import read_static
+from gpu.folder.stored import check_files, weight_files
 from gpu.folder.vision import read_vision
 from schemas.requests import Task
 
-_UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
 _OTHER_SHAPES = (read_static, read_nvembed, read_vision)
 
 
@@ -53,13 +56,16 @@ def load_spec(folder: str | Path, **overrides: Any) -> ModelSpec:
 
 def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     """A text model with a transformer: embedder, scorer, or a language model read as one."""
-    modules = read_modules(folder)
+    keys = KeyReader(folder, said.ignore_keys)
+    modules = read_modules(folder, keys)
     transformer = modules.transformer
     config = read_json(transformer / "config.json", required=True)
     architecture = str((config.get("architectures") or [""])[0])
     family = _family(folder, config, architecture, said)
     if not weight_files(transformer):
         raise ModelLoadError(f"{transformer}: no weights (model.safetensors) in the folder")
+    check_files(transformer)
+    calls = _check_keys(folder, transformer, config, family, keys)
     common: dict[str, Any] = {
         "folder": folder,
         "transformer": transformer,
@@ -68,14 +74,23 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
         "family": family,
         "config": config,
         "position_offset": position_offset(family, config.get("pad_token_id")),
-        "max_tokens": _max_tokens(folder, transformer, config, family, said.max_tokens),
+        "max_tokens": max_tokens(
+            folder, transformer, config, family, named=calls.limit, override=said.max_tokens
+        ),
+        "calls": calls,
         "causal": said.causal,
     }
     notes = check_folder_code(folder, config, family, architecture, said)
     st_config = read_json(folder / "config_sentence_transformers.json")
     common |= read_prompts(folder, st_config, said)
     if modules.pooling is None:
-        common["pairs"] = declared_prompt(folder, transformer, said.rerank_template)
+        scores = is_scorer(architecture) and family.causal
+        common["pairs"] = declared_prompt(
+            folder,
+            transformer,
+            said.rerank_template,
+            scoring_decoder=scores and not modules.described,
+        )
         common["label_head"] = label_head(
             folder,
             modules.logit_score,
@@ -103,15 +118,35 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
                 "score head is not supported"
             )
         answer = _head_fields(folder, family, config, st_config)
+        if family.causal and common["pairs"] is None and "rerank" in answer["tasks"]:
+            notes = (*notes, JOINED)
     else:
         answer = embed_fields(folder, family, config, modules, said)
     answer["notes"] = (
         *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
     )  # fmt: skip
     answer["fingerprint"] = fingerprint_of(
-        transformer, dense=[d.folder for d in answer.get("dense", ())], meaning=common | answer
+        transformer,
+        dense=answer.get("dense", ()),
+        meaning=common | answer,
+        config=keys.meaning(head=answer["head"]),
     )
-    return ModelSpec(**common, **answer)
+    return ModelSpec(**common, **answer, honoured=keys.honoured)
+
+
+def _check_keys(
+    folder: Path, transformer: Path, config: Mapping[str, Any], family: Family, keys: KeyReader
+) -> Calls:
+    """Every key of the files that say how texts become ids and ids become states."""
+    if not family.remote and family.model_type in READ_BY_TYPE:
+        keys.check_config(transformer / "config.json", config, family.model_type)
+    check_shared_files(folder, transformer, keys)
+    if not isinstance(config.get("vocab_size"), int):
+        raise ModelLoadError(
+            f"{transformer / 'config.json'}: vocab_size = {config.get('vocab_size')!r} is no number; "
+            "it bounds the token ids that a request may send"
+        )
+    return read_calls(folder, transformer, keys)
 
 
 def _family(folder: Path, config: Mapping[str, Any], architecture: str, said: Overrides) -> Family:
@@ -205,45 +240,3 @@ def _label_activation(config: Mapping[str, Any], n_labels: int) -> str:
     if problem == "multi_label_classification" or n_labels == 1:
         return "sigmoid"
     return "softmax"
-
-
-def _max_tokens(
-    folder: Path,
-    transformer: Path,
-    config: Mapping[str, Any],
-    family: Family,
-    override: int | None,
-) -> int:
-    """Smallest of what the folder's files allow, special tokens included.
-
-    RoBERTa-like `max_position_embeddings` counts `pad_token_id + 1` places that hold no token.
-    """
-    limits: list[int] = []
-    positions = config.get("max_position_embeddings")
-    if positions is not None and int(positions) > 0:
-        limits.append(int(positions) - position_offset(family, config.get("pad_token_id")))
-    ceiling = limits[0] if limits and family.learned_positions else None
-    stretched = rope_limit(config)
-    if stretched is not None:
-        limits = [stretched]
-    for file, key in (
-        (folder / "sentence_bert_config.json", "max_seq_length"),
-        (transformer / "sentence_bert_config.json", "max_seq_length"),
-        (transformer / "sentence_bert_config.json", "document_length"),  # ColBERT's own limit
-        (folder / "config_sentence_transformers.json", "document_length"),
-        (transformer / "tokenizer_config.json", "model_max_length"),
-    ):
-        value = read_json(file).get(key)
-        if isinstance(value, int | float) and 0 < value < _UNLIMITED:
-            limits.append(int(value))
-    if override is not None:
-        if override < 1 or (ceiling is not None and override > ceiling):
-            raise ModelLoadError(
-                f"max_tokens = {override}: the model takes 1 to {ceiling or 'any'}"
-            )
-        return override
-    if not limits:
-        raise ModelLoadError(
-            f"{folder}: no file limits the length; set `max_tokens` for this model"
-        )
-    return min(limits)

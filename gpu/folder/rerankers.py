@@ -9,6 +9,7 @@ around its slots is refused. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,36 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.modules import read_json
 from gpu.folder.prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
+from gpu.folder.sentence_bert import read_sentence_bert
 
 # Private-use characters: in no template, untouched by upper, trim and replace.
 _MARKS = {"instruction": "\ue000i\ue000", "query": "\ue000q\ue000", "document": "\ue000d\ue000"}
 
 
-def declared_prompt(folder: Path, transformer: Path, setting: str | None) -> PairPrompt | None:
+JOINED = (
+    "the folder has no form for pairs, so query and document follow each other with nothing between; set "
+    "`rerank_template` if the model was trained on one"
+)
+
+
+def declared_prompt(
+    folder: Path, transformer: Path, setting: str | None, *, scoring_decoder: bool = False
+) -> PairPrompt | None:
     """How pairs are written for this model: as the setting says, else as the folder says, else None
-    (the tokenizer's own pair form). Raises `ModelLoadError`."""
+    (the tokenizer's own pair form). Raises `ModelLoadError`.
+
+    scoring_decoder: a decoder with a classification head and no modules.json, whose library renders the
+    chat template when that has the roles of a pair.
+    """
     if setting is not None:
         return pair_prompt(setting)
-    bert_config = read_json(transformer / "sentence_bert_config.json")
+    bert_config = read_sentence_bert(transformer)
     message = (bert_config.get("modality_config") or {}).get("message")
+    chat_template = _chat_template(transformer)
+    if scoring_decoder and not message and _has_pair_roles(chat_template):
+        return PairPrompt("chat", chat_template=chat_template, chat_options={"format": "auto"})
     if not message or not _is_cross_encoder(folder):
         return None
-    chat_template = _chat_template(transformer)
     if chat_template is None:
         raise ModelLoadError(
             f"{folder}: sentence_bert_config.json wants a chat template for pairs and the folder has "
@@ -68,6 +84,12 @@ def _chat_template(folder: Path) -> str | None:
         named = {str(entry.get("name")): entry.get("template") for entry in found}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def _has_pair_roles(chat_template: str | None) -> bool:
+    return chat_template is not None and all(
+        re.search(rf"[\"']{role}[\"']", chat_template) for role in ("query", "document")
+    )
 
 
 def label_head(
@@ -124,6 +146,8 @@ def rendered(prompt: PairPrompt, tokenizer: Any) -> PairPrompt:
     """
     if prompt.chat_template is None:
         return prompt
+    if prompt.chat_options.get("format") == "auto":
+        prompt = dataclasses.replace(prompt, chat_options=_guessed_format(prompt, tokenizer))
     bare = _render(prompt, tokenizer, with_system=False, pad="")
     spaced = _render(prompt, tokenizer, with_system=False, pad=" ")
     told = _render(prompt, tokenizer, with_system=True, pad="")
@@ -142,6 +166,21 @@ def rendered(prompt: PairPrompt, tokenizer: Any) -> PairPrompt:
     if "{instruction}" not in instructed:
         return dataclasses.replace(prompt, template=template, strip=strip)
     return dataclasses.replace(prompt, template=instructed, without=template, strip=strip)
+
+
+def _guessed_format(prompt: PairPrompt, tokenizer: Any) -> dict[str, Any]:
+    """Contents as lists of parts, or as plain text: whichever the template can carry."""
+    for form in ("structured", "flat"):
+        options = {**prompt.chat_options, "format": form}
+        given = dataclasses.replace(prompt, chat_options=options)
+        try:
+            text = _render(given, tokenizer, with_system=False, pad="")
+        except ModelLoadError:
+            continue
+        # A template that knows no parts prints the list as it is.
+        if all(_MARKS[slot] in text for slot in ("query", "document")) and "'type'" not in text:
+            return options
+    return {**prompt.chat_options, "format": "flat"}
 
 
 def _render(prompt: PairPrompt, tokenizer: Any, *, with_system: bool, pad: str) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 from gpu.batch import Pooling
 from gpu.folder.families import Family
-from gpu.folder.fingerprint import weight_files
 from gpu.folder.modules import DenseSpec
 from gpu.folder.outputs import OUTPUTS, SparseSpec, SpladeSpec, TokenVectorSpec
 from gpu.folder.prompts import LabelHead, PairPrompt
+from gpu.folder.sentence_bert import Calls
+from gpu.folder.stored import weight_files
 from schemas.requests import Output, Task
 
 
@@ -25,7 +26,7 @@ class Overrides:
     """What an operator says about a model instead of its folder; None: as the folder says.
 
     prompts are added to the folder's. causal: whether a decoder attends to earlier tokens only.
-    rerank_template, label_tokens: see `gpu.folder.rerankers`.
+    rerank_template, label_tokens: see `gpu.folder.rerankers`. ignore_keys: see `gpu.folder.keys`.
     """
 
     pooling: str | None = None
@@ -37,6 +38,7 @@ class Overrides:
     label_tokens: tuple[str, ...] | None = None
     causal: bool | None = None
     trust_remote_code: bool = False
+    ignore_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class ModelSpec:
     score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
     allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
     dimensions, pooling: of the dense vector; None: the model has none. sparse, multivector: the other
-    outputs, computed from the same forward.
+    outputs, computed from the same forward. calls: how texts become ids. honoured: keys of the folder's
+    files that were obeyed, for `embedstream check`.
     """
 
     folder: Path
@@ -79,6 +82,8 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     sparse: SparseSpec | None = None
     multivector: TokenVectorSpec | None = None
+    calls: Calls = field(default_factory=Calls)
+    honoured: tuple[str, ...] = ()
 
     @property
     def has_mlm_head(self) -> bool:

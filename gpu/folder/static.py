@@ -13,10 +13,13 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import Family
-from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.fingerprint import fingerprint_of
+from gpu.folder.keys import KeyReader
 from gpu.folder.modules import read_json
 from gpu.folder.outputs import vocabulary
+from gpu.folder.sentence_bert import check_shared_files
 from gpu.folder.spec import ModelSpec, Overrides
+from gpu.folder.stored import weight_files
 
 MODEL2VEC, STATIC_EMBEDDING = "model2vec", "static_embedding"
 STATIC_TYPES = (MODEL2VEC, STATIC_EMBEDDING)
@@ -33,8 +36,12 @@ def read_static(folder: Path, said: Overrides) -> ModelSpec | None:
         raise ModelLoadError(
             f"{folder}: pooling = {said.pooling!r}; a static model is a mean of vectors"
         )
-    where, normalize = _modules(folder, kind)
+    keys = KeyReader(folder, said.ignore_keys)
+    where, normalize = _modules(folder, kind, keys)
+    check_shared_files(folder, where, keys)
     config = read_json(folder / "config.json") if kind == MODEL2VEC else {}
+    if kind == MODEL2VEC:
+        keys.check(folder / "config.json", config, "model2vec config.json")
     if not weight_files(where) or weight_files(where)[0].suffix != ".safetensors":
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
     if kind == MODEL2VEC:
@@ -59,7 +66,9 @@ def read_static(folder: Path, said: Overrides) -> ModelSpec | None:
         "allowed_dimensions": allowed_dimensions(config, native, said),
         **read_prompts(folder, st_config, said),
     }
-    return ModelSpec(**common, fingerprint=fingerprint_of(where, meaning=common))
+    return ModelSpec(
+        **common, fingerprint=fingerprint_of(where, meaning=common), honoured=keys.honoured
+    )
 
 
 def _kind(folder: Path) -> str | None:
@@ -71,9 +80,11 @@ def _kind(folder: Path) -> str | None:
     return STATIC_EMBEDDING if first == "StaticEmbedding" else None
 
 
-def _modules(folder: Path, kind: str) -> tuple[Path, bool]:
+def _modules(folder: Path, kind: str, keys: KeyReader) -> tuple[Path, bool]:
     """(folder of the table, whether a Normalize module follows). Other modules are refused."""
     entries = read_json(folder / "modules.json") or []
+    for entry in entries:
+        keys.check(folder / "modules.json", entry, "modules.json")
     kinds = [str(entry.get("type", "")).rsplit(".", 1)[-1] for entry in entries]
     if kinds not in ([], ["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
         raise ModelLoadError(

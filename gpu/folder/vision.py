@@ -14,9 +14,12 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import VISION_FAMILIES, Family
-from gpu.folder.fingerprint import fingerprint_of, weight_files
+from gpu.folder.fingerprint import fingerprint_of
+from gpu.folder.keys import KeyReader
 from gpu.folder.modules import read_json
+from gpu.folder.sentence_bert import check_shared_files
 from gpu.folder.spec import ModelSpec, Overrides
+from gpu.folder.stored import check_files, weight_files
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"
@@ -32,6 +35,10 @@ def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
         return None
     where, family = found
     config = read_json(where / "config.json", required=True)
+    keys = KeyReader(folder, said.ignore_keys)
+    keys.check_config(where / "config.json", config, family.model_type)
+    check_shared_files(folder, where, keys)
+    check_files(where)
     if not weight_files(where):
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
     if not (where / PREPROCESSOR).is_file():
@@ -72,14 +79,16 @@ def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
         "position_offset": 0,
         "dimensions": native,
         "pooling": "last_token",
-        "normalize": _normalizes(folder, default=not is_clip),
+        "normalize": _normalizes(folder, keys, default=not is_clip),
         "allowed_dimensions": allowed_dimensions(config, native, said),
         "causal": said.causal,
         **read_prompts(folder, st_config, said),
     }
     vision = {"preprocessing": common["config"]["preprocessing"], GME: gme}
-    fingerprint = fingerprint_of(where, meaning=common | {"vision": vision})
-    return ModelSpec(**common, fingerprint=fingerprint)
+    fingerprint = fingerprint_of(
+        where, meaning=common | {"vision": vision}, config=keys.meaning(head=False)
+    )
+    return ModelSpec(**common, fingerprint=fingerprint, honoured=keys.honoured)
 
 
 def _family(folder: Path) -> tuple[Path, Family] | None:
@@ -107,12 +116,14 @@ def _is_gme(where: Path, config: Mapping[str, Any]) -> bool:
     return any("Gme" in name for name in names) or (where / "gme_inference.py").is_file()
 
 
-def _normalizes(folder: Path, *, default: bool) -> bool:
+def _normalizes(folder: Path, keys: KeyReader, *, default: bool) -> bool:
     """Whether vectors are normalised: as modules.json says, else as the model's published code does
     (GME normalises, CLIP gives the projection as it is, and so does Sentence-Transformers)."""
     entries = read_json(folder / "modules.json")
     if not entries:
         return default
+    for entry in entries:
+        keys.check(folder / "modules.json", entry, "modules.json")
     kinds = [str(entry.get("type", "")).rsplit(".", 1)[-1] for entry in entries]
     odd = [kind for kind in kinds[1:] if kind not in ("Normalize", "Pooling")]
     if odd:

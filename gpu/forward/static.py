@@ -15,10 +15,10 @@ import torch
 
 from gpu.batch import EncodedItem, Float32, Int32, ItemOutcome, ItemResult, PackedBatch
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder
-from gpu.faults import ModelLoadError, non_finite
+from gpu.faults import ModelLoadError
 from gpu.folder.spec import ModelSpec
 from gpu.folder.static import MODEL2VEC
-from gpu.pooler import NORM_EPS
+from gpu.pooler import NORM_EPS, flaw
 from gpu.runner import BaseRunner, OnPhase
 from schemas.errors import EmbedstreamError
 
@@ -98,10 +98,11 @@ class StaticRunner(BaseRunner):
     def _outcome(self, item: EncodedItem) -> ItemOutcome:
         options = item.options
         vector = self._mean(item.input_ids)[: options.dimensions]
-        if self.spec.normalize if options.normalize is None else options.normalize:
+        unit = self.spec.normalize if options.normalize is None else options.normalize
+        if unit:
             vector = vector / max(float(np.linalg.norm(vector)), NORM_EPS)
         dense = vector.astype(np.float32)
-        return ItemResult(dense=dense) if np.isfinite(dense).all() else non_finite()
+        return flaw(dense, unit) or ItemResult(dense=dense)
 
     def _mean(self, ids: Int32) -> npt.NDArray[np.float64]:
         total = np.zeros(self._table.shape[1], dtype=np.float64)

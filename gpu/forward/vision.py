@@ -17,7 +17,7 @@ from gpu.batch import EncodedItem, ItemOutcome, ItemResult, PackedBatch, pack
 from gpu.device.linears import LinearReport
 from gpu.device.staging import CopyOut
 from gpu.encode.vision import PIXELS
-from gpu.faults import ModelLoadError, non_finite
+from gpu.faults import ModelLoadError
 from gpu.folder.vision import CLIP
 from gpu.forward.checked import replace_linears
 from gpu.forward.clip import ClipTowers
@@ -26,7 +26,7 @@ from gpu.forward.selfcheck import compare
 from gpu.forward.towers import Towers
 from gpu.forward.weights import load_model
 from gpu.runner import BaseRunner, OnPhase
-from schemas.errors import EmbedstreamError, InvalidRequest
+from schemas.errors import EmbedstreamError, InvalidRequest, NonFinite
 
 
 class VisionRunner(BaseRunner):
@@ -62,7 +62,8 @@ class VisionRunner(BaseRunner):
         copies.finish()
         found = arrived()
         return [
-            non_finite() if found[row] is None else ItemResult(dense=found[row]) for row in rows
+            vector if isinstance(vector, NonFinite) else ItemResult(dense=vector)
+            for vector in (found[row] for row in rows)
         ]
 
     def _refusal(self, item: EncodedItem) -> EmbedstreamError | None:

@@ -164,7 +164,17 @@ def _model_plan(info: ModelInfo) -> str:
         lines.append(f"an item may be: {', '.join(info.modalities)}")
     if info.allowed_dimensions is not None:
         lines.append(f"dimensions on request {_sizes(info.allowed_dimensions)}")
+    lines += [f"honoured {line}" for line in _by_file(info.honoured)]
     return "\n".join(lines + [f"note: {note}" for note in info.notes])
+
+
+def _by_file(honoured: Sequence[str]) -> list[str]:
+    """One line for each file of the model folder: its keys that were obeyed."""
+    files: dict[str, list[str]] = {}
+    for entry in honoured:
+        file, _, key = entry.partition(": ")
+        files.setdefault(file, []).append(key)
+    return [f"{file}: {', '.join(keys)}" for file, keys in files.items()]
 
 
 def _sizes(allowed: tuple[int, ...]) -> str:

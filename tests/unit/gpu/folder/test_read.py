@@ -135,9 +135,9 @@ def test_every_family_that_tests_write_has_its_row() -> None:
 
 @pytest.mark.parametrize(
     ("sentence", "tokenizer", "expected"),
-    [(None, None, 128), (100, None, 100), (None, 90, 90), (100, 90, 90), (500, 1e30, 128)],
+    [(None, None, 128), (100, None, 100), (None, 90, 90), (100, 90, 100), (500, 1e30, 128)],
 )
-def test_the_limit_is_the_smallest_that_the_folder_names(
+def test_the_limit_is_the_librarys_bounded_by_the_positions(
     folder: Path, sentence: int | None, tokenizer: float | None, expected: int
 ) -> None:
     """J07, B09."""
@@ -239,13 +239,10 @@ def test_the_fingerprint_follows_the_numbers_and_nothing_else(folder: Path, tmp_
     seen.add(load_spec(folder, pooling="cls").fingerprint)
     weights = folder / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
+    data[len(data) // 2] ^= 1
     weights.write_bytes(bytes(data))
     seen.add(load_spec(folder).fingerprint)
-    tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + "\n")
-    seen.add(load_spec(folder).fingerprint)
-    assert len(seen) == 5
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("broken", ["{", "\xff"])

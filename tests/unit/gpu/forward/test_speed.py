@@ -103,7 +103,7 @@ def test_vectors_stay_close_and_the_reply_says_bfloat16(tmp_path: Path, family: 
     folder = write_model(tmp_path / family, family)
     exact, fast = _runner(folder), _runner(folder, speed="bf16")
     assert exact.info.dtype == "float32" and fast.info.dtype == "bfloat16"
-    assert fast.info.fingerprint == exact.info.fingerprint  # the same weights
+    assert fast.info.fingerprint != exact.info.fingerprint, "the numbers are others"
     assert fast.info.linears == "onednn-prepacked-bf16"
     assert any("bfloat16" in note and "cosine" in note for note in fast.info.notes)
     a, b = _rows(exact, "embed"), _rows(fast, "embed")

@@ -21,6 +21,7 @@ from schemas.errors import (
     NonFinite,
     TooLong,
     Unsupported,
+    ZeroVector,
 )
 from schemas.requests import EmbedRequest, RerankRequest, Text, TokenIds
 from tests.support.models import _dump, edit_json
@@ -133,13 +134,16 @@ def test_a_table_with_nan_names_no_value(tmp_path: Path) -> None:
     assert [isinstance(o, NonFinite) for o in outcomes] == [False, True, False]
 
 
-def test_a_zero_vector_stays_zero(tmp_path: Path) -> None:
+def test_a_zero_vector_is_answered_as_it_is_and_never_called_normalised(tmp_path: Path) -> None:
+    """K24"""
     folder = write_static(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings"][7] = 0
     save_file(tensors, folder / "model.safetensors")
     runner = make_runner_factory("m", folder)()
-    assert not forward(runner, [EncodedItem(np.array([7], np.int32))])[0].dense.any()
+    asked = (EncodedItem(np.array([7], np.int32), ItemOptions(normalize=n)) for n in (False, True))
+    plain, unit = forward(runner, list(asked))
+    assert not plain.dense.any() and isinstance(unit, ZeroVector)
 
 
 def test_a_static_vector_is_cut_then_normalised(static: Any) -> None:

@@ -1,0 +1,282 @@
+"""The rows of `gpu.folder.keys`, by file: names of keys, and values where not all are computed here.
+
+Who calls it: `gpu.folder.keys` alone.
+What must stay true: "honoured" means that this engine, or the library class that it loads, obeys the
+key; "inert" that no value of it changes ids or vectors here; "only" lists what is computed, an empty
+tuple means never. Names were taken from transformers 5.24, sentence-transformers 6.2, PyLate and
+model2vec, and from what older versions of them wrote.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ST, _TF = "sentence-transformers", "transformers"
+_NOT_YET = "this engine does not compute it"
+_OFF = (None, False)
+_MODULE_NAMES = (None, "sentence_embedding", "token_embeddings")
+
+ROPE = """rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast
+    beta_slow short_factor long_factor low_freq_factor high_freq_factor mrope_section mscale
+    mscale_all_dim truncate partial_rotary_factor"""
+
+# Keys that transformers' classes read for training, generation or loading, and no forward of ours does.
+NO_EFFECT = (
+    r".*(dropout|_pdrop).*|initializer_.*|use_cache|output_hidden_states|return_dict|dtype|"
+    r"transformers_version|tie_word_embeddings|is_encoder_decoder|(bos|eos|sep|cls|mask)_token_id|"
+    r"decoder_start_token_id|sparse_pred.*|summary_.*|auto_map|model_type|"
+    r"(matryoshka_dimensions|is_matryoshka)|deterministic_flash_attn|architectures|max_window_layers"
+)
+# Read by classification heads, or by us for one.
+HEAD_ONLY = (
+    r"id2label|label2id|num_labels|problem_type|classifier_.*|pooler_hidden_act|sentence_transformers|"
+    r"sbert_ce_default_activation_function"
+)
+
+ROWS: dict[str, dict[str, Any]] = {
+    "config.json": {
+        "library": _TF,
+        "honoured": """model_type auto_map num_labels sentence_transformers
+            sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka is_causal""",
+        # Written by other versions of transformers, for generation, for training, or for a reader.
+        "inert": """_name_or_path name_or_path _commit_hash transformers.js_config torch_dtype torchscript
+            use_bfloat16 tf_legacy_loss tokenizer_class attn_implementation _attn_implementation
+            _attn_implementation_autoset _attn_implementation_internal _experts_implementation_internal
+            _flash_attn_2_enabled _output_attentions custom_pipelines task_specific_params prefix
+            finetuning_task language name output_past output_attentions output_scores use_cache
+            gradient_checkpointing is_composition cross_attention_hidden_size tie_encoder_decoder
+            tie_word_embeddings tie_weights_ bad_words_ids begin_suppress_tokens suppress_tokens
+            diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+            exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
+            max_length min_length max_new_tokens no_repeat_ngram_size num_beam_groups num_beams
+            num_return_sequences remove_invalid_values repetition_penalty return_dict_in_generate
+            temperature top_k top_p typical_p decoder_start_token_id sep_token_id cls_token_id
+            mask_token_id unk_token_id bos_token_id eos_token_id bos_token eos_token pad_token unk_token
+            cls_token sep_token mask_token xla_device generation_config cache_implementation
+            unsloth_fixed unsloth_version use_flash_attn use_memory_efficient_attention
+            reference_compile deterministic_flash_attn repad_logits_with_grad initializer_range
+            initializer_factor classifier_dropout attention_dropout hidden_dropout embd_pdrop
+            resid_pdrop attn_pdrop directionality pooler_fc_size pooler_num_attention_heads
+            pooler_num_fc_layers pooler_size_per_head summary_type summary_use_proj summary_activation
+            summary_first_dropout summary_last_dropout summary_proj_to_labels use_mems_eval
+            _num_labels is_llama_config""",
+        "only": {
+            "position_embedding_type": (
+                ("absolute",),
+                "relative positions are gone from transformers 5",
+            ),
+            "pooler_type": (("first_token_transform",), _NOT_YET),
+            "pruned_heads": (({}, None), "pruned heads are gone from transformers 5"),
+            "add_cross_attention": (_OFF, "an encoder has nothing to attend across to"),
+            "use_mrope": (_OFF, "sections of positions are for images"),
+            "quantization_config": (
+                (None,),
+                "quantized weights; save the model dequantized (float32, bfloat16 or float16)",
+            ),
+            "rope_interleaved": (_OFF, _NOT_YET),
+            # Read by the classes of some model types alone; in the others the usual value is harmless.
+            "attention_bias": (_OFF, _NOT_YET),
+            "mlp_bias": (_OFF, _NOT_YET),
+            "lm_head_bias": (_OFF, _NOT_YET),
+            "pretraining_tp": ((1,), _NOT_YET),
+        },
+    },
+    "tokenizer_config.json": {
+        "library": _TF,
+        # Read by transformers, which builds the tokenizer here too; and two that this engine reads.
+        "honoured": """tokenizer_class model_max_length max_len add_bos_token add_eos_token do_lower_case
+            do_basic_tokenize never_split strip_accents tokenize_chinese_chars keep_accents remove_space
+            add_prefix_space trim_offsets legacy sp_model_kwargs from_slow use_fast vocab_file merges_file
+            vocab_type split_by_punct added_tokens_decoder additional_special_tokens extra_special_tokens
+            model_specific_special_tokens chat_template use_default_system_prompt model_input_names
+            init_inputs extra_ids add_dummy_prefix_space unicode_normalizer wordpieces_prefix
+            bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
+            language_codes src_lang tgt_lang auto_map""",
+        # Decoding, padding, and limits that every call sets anew; special tokens in a sender's text are
+        # text here whatever split_special_tokens says.
+        "inert": """clean_up_tokenization_spaces
+            clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+            spaces_between_special_tokens padding_side truncation_side padding truncation max_length stride
+            truncation_strategy pad_to_multiple_of pad_token_type_id name_or_path special_tokens_map_file
+            tokenizer_file processor_class backend is_local local_files_only files_loaded errors
+            split_special_tokens verbose device_map return_tensors response_template response_schema
+            chat_control_tokens return_token_type_ids transformers_version _commit_hash""",
+        "only": {},
+    },
+    "sentence_bert_config.json": {
+        "library": _ST,
+        "honoured": """max_seq_length do_lower_case query_length document_length query_expansion
+            modality_config processing_kwargs model_args model_kwargs tokenizer_args processor_kwargs
+            config_args config_kwargs""",
+        "inert": "unpad_inputs backend",
+        "only": {
+            "transformer_task": (
+                ("feature-extraction", "sequence-classification", "fill-mask", "text-generation"),
+                _NOT_YET,
+            ),
+            "module_output_name": (
+                ("token_embeddings", "scores", "logits", "causal_logits", None),
+                "another output of the model than its last hidden states",
+            ),
+            "tokenizer_name_or_path": (
+                (None,),
+                "the tokenizer has to lie in the folder: copy it there",
+            ),
+        },
+    },
+    "model_kwargs": {
+        "library": _ST,
+        "inert": """torch_dtype dtype attn_implementation device_map low_cpu_mem_usage trust_remote_code
+            use_safetensors add_pooling_layer unpad_inputs use_memory_efficient_attention revision
+            token cache_dir local_files_only subfolder""",
+    },
+    "processor_kwargs": {
+        "library": _ST,
+        "honoured": "model_max_length",
+        "inert": """padding_side truncation_side use_fast trust_remote_code revision token cache_dir
+            local_files_only subfolder""",
+    },
+    "config_kwargs": {
+        "library": _ST,
+        "inert": "trust_remote_code use_cache revision token cache_dir local_files_only subfolder",
+    },
+    "processing_kwargs": {
+        "library": _ST,
+        "honoured": "text chat_template common",
+        "inert": "image audio video",
+    },
+    "processing_kwargs.text": {
+        "library": _ST,
+        "honoured": "add_special_tokens",
+        "inert": """padding truncation return_tensors return_attention_mask return_token_type_ids
+            pad_to_multiple_of padding_side verbose logits_to_keep""",
+        "only": {"split_special_tokens": ((True, False, None), "")},
+    },
+    "config_sentence_transformers.json": {
+        "library": _ST,
+        "honoured": """prompts default_prompt_name model_type activation_fn query_prefix document_prefix
+            query_length document_length skiplist_words do_query_expansion query_expansion
+            attend_to_expansion_tokens attend_to_mask_tokens""",
+        "inert": "__version__ similarity_fn_name keep_in_fp32_modules",
+        "only": {
+            "truncate_dim": (
+                (None,),
+                "its library cuts every vector to that size; remove it, and ask for `dimensions` in "
+                "requests or set `matryoshka_dimensions`",
+            ),
+            "max_active_dims": ((None,), "its library keeps the largest weights only; " + _NOT_YET),
+        },
+    },
+    "modules.json": {
+        "library": _ST,
+        "honoured": "type path",
+        "inert": "idx name",
+        "only": {"kwargs": (([], None), "its library passes arguments of a call on to the module")},
+    },
+    "Pooling": {
+        "library": _ST,
+        "honoured": """word_embedding_dimension embedding_dimension pooling_mode include_prompt
+            pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens
+            pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens pooling_mode_lasttoken""",
+    },
+    "Dense": {
+        "library": _ST,
+        "honoured": "in_features out_features bias activation_function use_residual",
+        "only": {
+            "module_input_name": (_MODULE_NAMES, ""),
+            "module_output_name": (_MODULE_NAMES, ""),
+        },
+    },
+    "Normalize": {
+        "library": _ST,
+        "only": {
+            "module_input_name": (_MODULE_NAMES, ""),
+            "module_output_name": (_MODULE_NAMES, ""),
+        },
+    },
+    "Dropout": {"library": _ST, "inert": "dropout"},
+    "SpladePooling": {
+        "library": _ST,
+        "honoured": "pooling_strategy activation_function",
+        "inert": "word_embedding_dimension embedding_dimension chunk_size",
+    },
+    "MultiVectorMask": {
+        "library": _ST,
+        "honoured": "skiplist_words skiplist_tasks keep_only_token_ids",
+    },
+    "LogitScore": {
+        "library": _ST,
+        "honoured": "true_token_id false_token_id",
+        "only": {"module_input_name": ((None, "causal_logits"), "")},
+    },
+    "model2vec config.json": {
+        "library": "model2vec",
+        "honoured": "model_type normalize max_length architectures",
+        # How the table was made, which is over when it lies in the folder.
+        "inert": """tokenizer_name apply_pca apply_zipf sif_coefficient hidden_dim seq_length
+            embedding_dtype vocabulary_quantization pca_dims token_remove_pattern device
+            model_name base_model_name language license version quantize_to dim library_name""",
+        "only": {"pooling": (("mean", None), _NOT_YET)},
+    },
+}
+
+# What checkpoints of one model type hold beside what transformers' class reads.
+FOLDER_CONFIG: dict[str, dict[str, Any]] = {
+    "albert": {
+        "library": _TF,
+        "only": {
+            "net_structure_type": ((0,), _NOT_YET),
+            "num_memory_blocks": ((0,), _NOT_YET),
+            "gap_size": ((0,), _NOT_YET),
+            "down_scale_factor": ((1,), _NOT_YET),
+            "layers_to_keep": (([],), _NOT_YET),
+        },
+    },
+    "eurobert": {
+        "library": _TF,
+        "only": {"clf_pooling": (("late",), "say it as classifier_pooling")},
+    },
+    "gemma": {
+        "library": _TF,
+        "only": {"hidden_activation": ((None, "gelu_pytorch_tanh"), "say it as hidden_act")},
+    },
+    "gemma2": {"library": _TF, "inert": "hidden_act"},
+    "gemma3_text": {"library": _TF, "inert": "hidden_act _sliding_window_pattern"},
+    "modernbert": {"library": _TF, "inert": "layer_norm_eps"},
+    "mpnet": {"library": _TF, "inert": "type_vocab_size"},
+    "nomic_bert": {
+        "library": _TF,
+        # The names of the folder's first code. transformers' class has these values built in.
+        "inert": """fused_bias_fc fused_dropout_add_ln use_xentropy pad_vocab_size_multiple
+            dense_seq_output""",
+        "only": {
+            "activation_function": (("swiglu",), _NOT_YET),
+            "causal": ((False,), _NOT_YET),
+            "mlp_fc1_bias": ((False,), _NOT_YET),
+            "mlp_fc2_bias": ((False,), _NOT_YET),
+            "qkv_proj_bias": ((False,), _NOT_YET),
+            "parallel_block": ((False,), _NOT_YET),
+            "prenorm": ((False,), _NOT_YET),
+            "rotary_emb_interleaved": ((False,), _NOT_YET),
+            "use_rms_norm": ((False, None), _NOT_YET),
+        },
+    },
+    "nvembed": {
+        "library": "the folder's own code",
+        "honoured": """latent_attention_config text_config is_mask_instruction padding_side hidden_size
+            num_labels""",
+        "inert": "add_eos add_pad_token",  # always done here, as there
+        "only": {"mask_type": (("b",), "attention is bidirectional in the published code")},
+    },
+    "phi3": {
+        "library": _TF,
+        "only": {
+            "full_attn_mod": ((1,), _NOT_YET),
+        },
+    },
+    "qwen2_vl": {"library": _TF, "inert": "vision_token_id max_window_layers"},
+    "clip": {"library": _TF, "inert": "logit_scale_init_value"},
+    "t5": {"library": _TF, "inert": "n_positions"},
+    "mt5": {"library": _TF, "inert": "n_positions"},
+    "umt5": {"library": _TF, "inert": "n_positions"},
+}
