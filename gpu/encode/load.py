@@ -47,7 +47,7 @@ def unusable(spec: ModelSpec, what: str) -> Iterator[None]:
     """What transformers raises for a broken folder becomes a `ModelLoadError` of one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:
         first_line = str(error).strip().split("\n")[0][:300]
         raise ModelLoadError(f"{spec.transformer}: {what}: {first_line}") from error
 

@@ -104,8 +104,12 @@ class AttentionSuite:
         return 2 * torch.randn(1, layer.n_heads, size, size, generator=source)
 
     def close(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        worst = float((got.double() - want).abs().max()) if got.numel() else 0.0
-        assert worst <= self.tolerance, f"{worst} > {self.tolerance}"
+        """Of the largest value: rounding grows with it, and by instruction set."""
+        if not got.numel():
+            return
+        worst = float((got.double() - want).abs().max())
+        bound = self.tolerance * max(1.0, float(want.abs().max()))
+        assert worst <= bound, f"{worst} > {bound}"
 
     def test_refusals_are_the_stated_ones(self) -> None:
         device = torch.device(self.asked_device or self.device)
