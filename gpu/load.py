@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.batch import Runner
-from gpu.faults import ModelLoadError
+from gpu.faults import DeviceFault, ModelLoadError
 from gpu.folder.families import VISION_FAMILIES
 from gpu.folder.hub import resolve_folder
 from gpu.folder.read import load_spec
@@ -47,7 +47,19 @@ class RunnerFactory:
     def __call__(self) -> Runner:
         """The runner. Raises `ModelLoadError`. One load at a time in a process."""
         with _LOADING:
-            return self._load()
+            try:
+                return self._load()
+            except (ModelLoadError, DeviceFault, MemoryError):
+                raise
+            except BaseException as error:
+                # A panic of the tokenizers library is no `Exception`, but a fault of the folder all the same.
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                    raise
+                line = (str(error).strip().splitlines() or [""])[0][:300]
+                raise ModelLoadError(
+                    f"model {self.name}: {self.settings.path} cannot be loaded ({self.phase}): "
+                    f"{type(error).__name__}: {line}; its files do not fit each other, or are damaged"
+                ) from error
 
     def spec(self) -> ModelSpec:
         """What the folder says, with the settings on top; cheap, and without torch."""

@@ -194,6 +194,12 @@ def _load_dense(spec: DenseSpec, allow_pickle: bool) -> nn.Linear:
         raise ModelLoadError(
             f"{spec.folder}: Dense weights hold {sorted(state)}, wanted {sorted(wanted)}"
         )
+    for name, tensor in linear.state_dict().items():
+        if state[name].shape != tensor.shape:
+            raise ModelLoadError(
+                f"{spec.folder}: config.json makes {name} {tuple(tensor.shape)}, the weights hold "
+                f"{tuple(state[name].shape)}"
+            )
     linear.load_state_dict(state)
     return linear.eval().requires_grad_(False)
 

@@ -19,6 +19,7 @@ from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import TOKENIZER_FILES
 from gpu.folder.modules import read_json
 from gpu.folder.nvembed import NVEMBED
+from gpu.folder.odd import odd_tokenizer
 from gpu.folder.rerankers import rendered
 from gpu.folder.spec import ModelSpec
 
@@ -33,6 +34,8 @@ def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any
     if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
         # transformers would build an empty tokenizer for some model types, without a word.
         raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+    if odd := odd_tokenizer(spec.transformer):
+        raise ModelLoadError(odd)
     with unusable(spec, "no usable tokenizer"):
         found = AutoTokenizer.from_pretrained(
             str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code

@@ -82,9 +82,10 @@ def remote_family(
     if remote is None:
         return None
     if not trust_remote_code:
+        other = "take a repository of the type `gte`, or " if model_type == "new" else ""
         raise ModelLoadError(
             f"{folder}: model type {model_type!r} is defined by Python code in the model folder "
-            f"({remote}); read that code, then set `trust_remote_code = true` for this model"
+            f"({remote}); {other}read that code, then set `trust_remote_code = true` for this model"
         )
     return Family(model_type, learned_positions=False, head=None, remote=True)
 

@@ -51,6 +51,11 @@ def embed_fields(
         raise ModelLoadError(f"pooling = {pooling!r} is not one of cls, mean, last_token")
     architecture = str((config.get("architectures") or [""])[0])
     if modules.pooling is None and not modules.described and "For" in architecture:
+        if architecture.endswith("ForMaskedLM"):
+            raise ModelLoadError(
+                f"{folder}: {architecture} without modules.json says nothing about its vectors: for a "
+                'SPLADE model set `pooling = "splade"`; for hidden states `"cls"` or `"mean"`'
+            )
         raise ModelLoadError(
             f"{folder}: {architecture} without modules.json has no known task; supported are "
             "*ForSequenceClassification, base models, and Sentence-Transformers folders; for a "

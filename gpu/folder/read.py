@@ -27,6 +27,7 @@ from gpu.folder.keys import KeyReader
 from gpu.folder.limits import max_tokens
 from gpu.folder.modules import read_json, read_modules
 from gpu.folder.nvembed import read_nvembed
+from gpu.folder.odd import no_weights, odd_architecture, refuse_odd
 from gpu.folder.prompts import LabelHead
 from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
 from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
@@ -48,6 +49,7 @@ def load_spec(folder: str | Path, **overrides: Any) -> ModelSpec:
     folder, said = Path(folder), Overrides(**overrides)
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
+    refuse_odd(folder)
     for read in _OTHER_SHAPES:
         if (found := read(folder, said)) is not None:
             return found
@@ -61,9 +63,11 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     transformer = modules.transformer
     config = read_json(transformer / "config.json", required=True)
     architecture = str((config.get("architectures") or [""])[0])
+    if odd := odd_architecture(folder, architecture):
+        raise ModelLoadError(odd)
     family = _family(folder, config, architecture, said)
     if not weight_files(transformer):
-        raise ModelLoadError(f"{transformer}: no weights (model.safetensors) in the folder")
+        raise ModelLoadError(no_weights(transformer))
     check_files(transformer)
     calls = _check_keys(folder, transformer, config, family, keys)
     common: dict[str, Any] = {

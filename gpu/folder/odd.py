@@ -1,0 +1,88 @@
+"""Folders that hold something else than a model this engine reads: what each is, and what to do.
+
+Who calls it: `gpu.folder.read`, before the ordinary readers and where one of them finds nothing to read.
+What must stay true: names of files and JSON only; every refusal ends in a remedy. docs/models.md has the
+same table, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpu.faults import ModelLoadError
+from gpu.folder.modules import read_json
+from gpu.folder.stored import ADAPTER
+
+SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
+
+
+def refuse_odd(folder: Path) -> None:
+    """Raises `ModelLoadError` for a folder without a config that says what it is by its files."""
+    if any((folder / name).is_file() for name in ("config.json", "modules.json")):
+        return
+    if (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
+        raise ModelLoadError(
+            f"{folder}: an adapter without its base model; merge it into {base} (peft: "
+            "`PeftModel.from_pretrained(base, folder).merge_and_unload()`, then `save_pretrained`) and "
+            "serve the result"
+        )
+    if what := _other_format(folder):
+        raise ModelLoadError(f"{folder}: {what}")
+
+
+def no_weights(folder: Path) -> str:
+    """The message for a folder with a config and without weights."""
+    if what := _other_format(folder):
+        return f"{folder}: {what}"
+    return (
+        f"{folder}: no weights (model.safetensors) in the folder; if the hub repository holds "
+        "pytorch_model.bin alone, set `allow_pickle = true`, or convert it: "
+        "`AutoModel.from_pretrained(repo).save_pretrained(folder)`"
+    )
+
+
+def _other_format(folder: Path) -> str | None:
+    if any(folder.glob("*.gguf")):
+        return (
+            "a GGUF file, which is llama.cpp's format; take the repository that it was converted from, "
+            "which holds safetensors"
+        )
+    if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
+        return (
+            "ONNX files without safetensors; take the repository that they were exported from (its name "
+            "stands in the README, mostly as base_model)"
+        )
+    for name, library in (
+        ("tf_model.h5", "TensorFlow"),
+        ("flax_model.msgpack", "Flax"),
+        ("openvino_model.xml", "OpenVINO"),
+    ):
+        if (folder / name).is_file():
+            return f"{library} weights alone; take a revision or a repository with safetensors"
+    return None
+
+
+def odd_tokenizer(folder: Path) -> str | None:
+    """The message for a tokenizer that has to be converted first; None: there is a tokenizer.json, or
+    one that transformers builds without further packages."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    found = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
+    if found is None:
+        return None
+    return (
+        f"{folder}: the tokenizer is a sentencepiece model ({found}) without a tokenizer.json; write one, "
+        "where the packages sentencepiece and protobuf are installed: "
+        "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+    )
+
+
+def odd_architecture(folder: Path, architecture: str) -> str | None:
+    """The message for published models that name a class of another library; None: an ordinary one."""
+    if architecture == "HF_ColBERT":
+        return (
+            f"{folder}: HF_ColBERT is Stanford's class; save the model once in the form of "
+            "Sentence-Transformers (`MultiVectorEncoder(repo).save_pretrained(folder)`) and serve that"
+        )
+    return None
