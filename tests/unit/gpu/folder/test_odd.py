@@ -77,14 +77,14 @@ def stanford_colbert(folder: Path) -> None:
 ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "GGUF": (gguf, "llama.cpp's format; take the repository"),
     "ONNX without safetensors": (onnx, "take the repository that they were exported from"),
-    "`pytorch_model.bin` in a folder": (pickles, "allow_pickle = true"),
-    "`pytorch_model.bin` on the hub": (hub_pickles, "allow_pickle = true"),
+    "a `pytorch_model.bin` in a folder": (pickles, "allow_pickle = true"),
+    "a `pytorch_model.bin` on the hub": (hub_pickles, "allow_pickle = true"),
     "TensorFlow, Flax, OpenVINO": (tensorflow, "TensorFlow weights alone; take a revision"),
     "an adapter alone": (adapter, "an adapter without its base model; merge it into a/base"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
     'model type `new`': (new_type, "take a repository of the type `gte`, or read that code"),
-    "`*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
-    "`HF_ColBERT`": (stanford_colbert, "save the model once in the form of"),
+    "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
+    "an `HF_ColBERT`": (stanford_colbert, "save the model once in the form of"),
 }  # fmt: skip
 
 
