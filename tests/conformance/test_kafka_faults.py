@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from actors.ports import NoMetrics, PublishError, RecordTooLargeForBroker, SystemClock
 from pipeline.local.kafka import ApacheKafka, PackagedKafka
@@ -240,9 +249,9 @@ async def test_record_that_the_broker_refuses_stops_no_other(own: KafkaHarness) 
         assert set(await own.replies(small, lambda found: wanted <= set(found))) == wanted
 
 
-@pytest.mark.real_kafka
-async def test_login_and_wrong_password() -> None:
-    """SASL: the right password works; a wrong one is named as the cause, without being shown."""
+@pytest.fixture(scope="module")
+def guarded_apache() -> Iterator[ApacheKafka]:
+    """A broker with a second listener that asks for a login, and rights that are given one by one."""
     port, login_port = free_port(), free_port()
     jaas = "org.apache.kafka.common.security.plain.PlainLoginModule required"
     server = new_apache(
@@ -251,35 +260,108 @@ async def test_login_and_wrong_password() -> None:
             "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port},SASL_PLAINTEXT://127.0.0.1:{login_port}",
             "sasl.enabled.mechanisms": "PLAIN",
             "listener.name.sasl_plaintext.plain.sasl.jaas.config": f'{jaas} user_alice="s3cret";',
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+            "allow.everyone.if.no.acl.found": "false",
         },
     )
     controller = f"CONTROLLER://127.0.0.1:{server.controller_port}"
     server.properties["listeners"] = (
         f"PLAINTEXT://127.0.0.1:{port},{controller},SASL_PLAINTEXT://127.0.0.1:{login_port}"
     )
-    await server.start()
-    try:
-        harness = KafkaHarness(ServerInfo(f"127.0.0.1:{login_port}", "apache", server))
-        login = {
-            "security_protocol": "SASL_PLAINTEXT",
-            "sasl_username": "alice",
-            "sasl_password": "s3cret",
-        }
-        async with running(harness.options(**login)) as transport:
-            await transport.sink.publish(harness.topic, "k", b"a", {})
-            assert [d.body for d in await collect(transport.source, 1)] == [b"a"]
-        for wrong in ({**login, "sasl_password": "guess"}, {}):
-            with pytest.raises(ConnectionError) as caught:
-                options = harness.options(**wrong, request_timeout_ms=2000, open_timeout_s=6)
-                await open_transport(options, clock=SystemClock(), metrics=NoMetrics())
-            message = str(caught.value)
-            assert f"127.0.0.1:{login_port}" in message
-            assert "guess" not in message
-            if wrong:
-                assert "SaslAuthenticationFailed" in message
-                assert "password" in message
-    finally:
-        await server.stop()
+    start_now(server)
+    yield server
+    server.close()
+
+
+def login_address(server: ApacheKafka) -> str:
+    return server.properties["listeners"].rsplit("//", 1)[1]
+
+
+def allow(server: ApacheKafka, *rights: tuple[ResourceType, str, AclOperation]) -> None:
+    """Give alice rights on names that begin so."""
+    admin = AdminClient({"bootstrap.servers": server.address})
+    made = admin.create_acls(
+        [
+            AclBinding(
+                kind, name, ResourcePatternType.PREFIXED, "User:alice", "*", operation,
+                AclPermissionType.ALLOW,
+            )
+            for kind, name, operation in rights
+        ]
+    )  # fmt: skip
+    for future in made.values():
+        future.result(20)
+
+
+ALICE = {
+    "security_protocol": "SASL_PLAINTEXT",
+    "sasl_username": "alice",
+    "sasl_password": "s3cret",
+}
+
+
+@pytest.mark.real_kafka
+async def test_login_and_minimal_rights(guarded_apache: ApacheKafka, tmp_path: Path) -> None:
+    """The password from a file works; a group without rights is named before anything is taken, and
+    the rights that docs/delivery.md lists are enough."""
+    address = login_address(guarded_apache)
+    plain = KafkaHarness(ServerInfo(guarded_apache.address, "apache", guarded_apache))
+    await plain.produce(b"a")
+    for topic in (plain.reply_topic, plain.dead_letters):
+        await plain.create_topic(topic, 1)
+    harness = KafkaHarness(ServerInfo(address, "apache", guarded_apache))
+    names = ("topic", "reply_topic", "dead_letters", "group")
+    for name in names:
+        setattr(harness, name, getattr(plain, name))
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    login = {**ALICE, "sasl_password_file": str(password), "auto_create": False}
+    del login["sasl_password"]
+    await asyncio.to_thread(
+        allow,
+        guarded_apache,
+        (ResourceType.TOPIC, harness.topic, AclOperation.READ),
+        (ResourceType.TOPIC, harness.reply_topic, AclOperation.WRITE),
+        (ResourceType.TOPIC, harness.dead_letters, AclOperation.WRITE),
+    )
+    with pytest.raises(ConnectionError) as caught:
+        await open_transport(harness.options(**login), clock=SystemClock(), metrics=NoMetrics())
+    assert "GroupAuthorizationFailed" in str(caught.value)
+    assert f"READ on the group {harness.group}" in str(caught.value)
+    await asyncio.to_thread(
+        allow, guarded_apache, (ResourceType.GROUP, harness.group, AclOperation.READ)
+    )
+    async with running(harness.options(**login)) as transport:
+        assert [d.body for d in await collect(transport.source, 1)] == [b"a"]
+        await transport.sink.publish(harness.reply_topic, "k", b"r", {})
+        await transport.sink.publish(transport.sink.dead_letter_destination, "k", b"r", {})
+        await flushed(transport.source)
+        with pytest.raises(PublishError) as refused:
+            await transport.sink.publish("embedstream.of-others", "k", b"r", {})
+        assert not refused.value.retryable
+    await plain.aclose()
+
+
+@pytest.mark.real_kafka
+async def test_wrong_password(guarded_apache: ApacheKafka, tmp_path: Path) -> None:
+    """It is named as the cause, without being shown; so is a password file that cannot be read."""
+    address = login_address(guarded_apache)
+    harness = KafkaHarness(ServerInfo(address, "apache", guarded_apache))
+    for wrong in ({**ALICE, "sasl_password": "guess"}, {}):
+        with pytest.raises(ConnectionError) as caught:
+            options = harness.options(**wrong, request_timeout_ms=2000, open_timeout_s=6)
+            await open_transport(options, clock=SystemClock(), metrics=NoMetrics())
+        message = str(caught.value)
+        assert address in message
+        assert "guess" not in message
+        if wrong:
+            assert "SaslAuthenticationFailed" in message
+            assert "password" in message
+    missing = {**ALICE, "sasl_password_file": str(tmp_path / "none")}
+    del missing["sasl_password"]
+    with pytest.raises(ConnectionError, match="sasl_password_file"):
+        await open_transport(harness.options(**missing), clock=SystemClock(), metrics=NoMetrics())
 
 
 class _Misadvertised(PackagedKafka):

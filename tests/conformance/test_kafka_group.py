@@ -74,6 +74,29 @@ def harness_committed(committed: dict[int, int]) -> list[int]:
     return list(committed.values())
 
 
+@pytest.mark.real_kafka
+async def test_a_static_member_comes_back_without_a_rebalance(harness: KafkaHarness) -> None:
+    """Static membership: the other member keeps its partitions, in the same epoch."""
+    await harness.producer()
+    timing = {"session_timeout_ms": 10_000, "heartbeat_interval_ms": 500}
+    async with running(harness.options(group_instance_id="a", **timing)) as first:
+        async with running(harness.options(group_instance_id="b", **timing)) as second:
+            await assigned(source_of(second), 1)
+            await assigned(source_of(first), 1)
+            held = set(source_of(second)._marks.partitions)
+        marks = source_of(first)._marks
+        epochs = marks.epochs(marks.partitions)
+        async with running(harness.options(group_instance_id="b", **timing)) as again:
+            await assigned(source_of(again), 1)
+            assert set(source_of(again)._marks.partitions) == held
+            for i in range(6):
+                await harness.produce(b"%d" % i, partition=i % 3)
+            seen = await collect(first.source, 2 * len(epochs))
+            seen += await collect(again.source, 2 * len(held))
+            assert len(seen) == 6
+            assert marks.epochs(marks.partitions) == epochs, "a rebalance happened"
+
+
 async def test_drain_budget_over_gives_up_and_ignores_late_settles(harness: KafkaHarness) -> None:
     """E01, J04: what cannot finish in the budget goes to the others; the late outcome is ignored."""
     await harness.producer()

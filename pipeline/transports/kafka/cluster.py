@@ -12,6 +12,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,7 +20,13 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.conn import create_conn
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import (
+    GroupAuthorizationFailedError,
+    KafkaError,
+    TopicAlreadyExistsError,
+    TopicAuthorizationFailedError,
+    for_code,
+)
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from pipeline.transports.kafka.options import KafkaOptions
@@ -38,7 +45,7 @@ class ClusterFacts:
     max_message_bytes  smallest known `max.message.bytes` of reply and dead-letter topic
     notices            one line each, for the log and `embedstream check`
     broker_creates     a topic that is asked for is made (`auto.create.topics.enable`); None: not told
-    partition_counts   partitions by request topic; empty unless the group begins at `latest`
+    partition_counts   partitions by request topic
     group_topics       request topics of which the group had committed offsets
     """
 
@@ -73,10 +80,23 @@ def client_settings(options: KafkaOptions) -> dict[str, Any]:
     if "SASL" in options.security_protocol:
         settings["sasl_mechanism"] = options.sasl_mechanism
         settings["sasl_plain_username"] = options.sasl_username
-        settings["sasl_plain_password"] = options.sasl_password
+        settings["sasl_plain_password"] = _password(options)
     if "SSL" in options.security_protocol:
         settings["ssl_context"] = _ssl_context(options)
     return settings
+
+
+def _password(options: KafkaOptions) -> str | None:
+    """Read anew at each connection, so that a changed file is taken up."""
+    if options.sasl_password_file is None:
+        return options.sasl_password
+    try:
+        return Path(options.sasl_password_file).read_text("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConnectionError(
+            f"sasl_password_file {options.sasl_password_file} cannot be read "
+            f"({type(error).__name__}): check its path and its permissions"
+        ) from None
 
 
 def _ssl_context(options: KafkaOptions) -> ssl.SSLContext:
@@ -94,8 +114,8 @@ def _ssl_context(options: KafkaOptions) -> ssl.SSLContext:
     return context
 
 
-async def survey(options: KafkaOptions) -> ClusterFacts:
-    """Connect once, create missing topics, read limits, and probe for idempotence.
+async def survey(options: KafkaOptions, *, consumes: bool = True) -> ClusterFacts:
+    """Connect once, look up the group where one `consumes`, create missing topics, read limits, and probe for idempotence.
 
     Raises `ConnectionError` when the cluster cannot be used as configured.
     """
@@ -107,18 +127,27 @@ async def survey(options: KafkaOptions) -> ClusterFacts:
             limit = await _message_limit(options, admin)
             idempotent = await _supports_idempotence(options, admin, notices)
             creates = await _broker_creates(admin)
-            counts, known = await _starts(options, admin)
+            counts, known = await _starts(options, admin) if consumes else ({}, frozenset())
     except TimeoutError:
         raise ConnectionError(
             f"Kafka at {options.bootstrap} gave no complete answer within open_timeout_s "
             f"({options.open_timeout_s:g} s): check that the broker is up, or raise open_timeout_s"
         ) from None
     except KafkaError as error:
-        raise ConnectionError(f"Kafka at {options.bootstrap} refused: {words(error)}") from None
+        raise ConnectionError(_why_refused(options, error)) from None
     for notice in notices:
         log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
     latest = options.auto_offset_reset == "latest"
     return ClusterFacts(idempotent, limit, tuple(notices), creates, counts, known, latest)
+
+
+def _why_refused(options: KafkaOptions, error: KafkaError) -> str:
+    text = f"Kafka at {options.bootstrap} refused: {words(error)}"
+    if isinstance(error, GroupAuthorizationFailedError):
+        text += f": give this client READ on the group {options.group}, or name another group"
+    elif isinstance(error, TopicAuthorizationFailedError):
+        text += f": give this client READ on {', '.join(options.topics)}"
+    return text
 
 
 def words(error: BaseException) -> str:
@@ -251,9 +280,10 @@ async def _ensure_topics(
 async def _starts(
     options: KafkaOptions, admin: AIOKafkaAdminClient
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Partitions of the request topics, and those topics of which the group has an offset."""
-    if options.auto_offset_reset != "latest":
-        return {}, frozenset()
+    """Partitions of the request topics, and those topics of which the group has an offset.
+
+    Asked for in any case: a group or topic that this client may not use shows at once.
+    """
     existing = set(await admin.list_topics())  # asking for others by name would make them
     described = await admin.describe_topics([t for t in options.topics if t in existing])
     counts = {one["topic"]: len(one["partitions"]) for one in described if not one["error_code"]}

@@ -61,6 +61,7 @@ async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaCon
     consumer = AIOKafkaConsumer(
         **client_settings(options),
         group_id=options.group,
+        group_instance_id=options.group_instance_id,
         enable_auto_commit=False,
         auto_offset_reset=options.auto_offset_reset,
         isolation_level=options.isolation_level,

@@ -55,6 +55,13 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
     bootstrap: Annotated[str, says("`host:port[,host:port]`")]
     topics: Annotated[tuple[str, ...], says("From the address: the request topics.")] = (REQUESTS,)
     group: Annotated[str, says("Consumer group: members share the requests.")] = GROUP
+    group_instance_id: Annotated[
+        str | None,
+        says(
+            "Static membership: a member that comes back under this name within "
+            "session_timeout_ms gets its partitions back without a rebalance. One per process."
+        ),
+    ] = None
     client_id: Annotated[str, says("As the broker's log shows it.")] = "embedstream"
     session_timeout_ms: Annotated[
         int, within(100, 1_800_000, "A member that is silent this long is taken for dead.")
@@ -166,6 +173,9 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
     ] = "PLAIN"
     sasl_username: Annotated[str | None, says("Login.")] = None
     sasl_password: Annotated[str | None, says("Login.")] = None
+    sasl_password_file: Annotated[
+        str | None, says("File that holds the password, instead of `sasl_password`.")
+    ] = None
     ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
     ssl_certfile: Annotated[str | None, says("Our certificate, PEM.")] = None
     ssl_keyfile: Annotated[str | None, says("Our key, PEM.")] = None
@@ -224,8 +234,10 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         named = [("topics", t) for t in self.topics]
         named += [("reply_topic", self.reply_topic), ("dead_letter_topic", self.dead_letter_topic)]
         problems += [error for what, value in named if (error := topic_error(value, what))]
-        if error := name_error(self.group, "group"):
-            problems.append(error)
+        groups = [("group", self.group)]
+        if self.group_instance_id is not None:
+            groups.append(("group_instance_id", self.group_instance_id))
+        problems += [error for what, value in groups if (error := name_error(value, what))]
         problems += [
             f"bootstrap names {host!r}, expected host:port"
             for host in self.bootstrap.split(",")
@@ -259,10 +271,14 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
     def _security_problems(self) -> list[str]:
         problems = []
         uses_sasl = self.security_protocol.startswith("SASL")
-        if uses_sasl and (self.sasl_username is None or self.sasl_password is None):
+        passwords = [self.sasl_password, self.sasl_password_file]
+        if uses_sasl and (self.sasl_username is None or passwords == [None, None]):
             problems.append(
-                f"security_protocol {self.security_protocol} needs sasl_username and sasl_password"
+                f"security_protocol {self.security_protocol} needs sasl_username and "
+                "sasl_password or sasl_password_file"
             )
+        if None not in passwords:
+            problems.append("sasl_password and sasl_password_file are both set: give one")
         if not uses_sasl and self.sasl_username is not None:
             problems.append(
                 f"sasl_username is set but security_protocol is {self.security_protocol}: "

@@ -83,7 +83,7 @@ class KafkaSink:
 
     async def open(self, facts: ClusterFacts | None = None) -> None:
         """Connect. `facts` spare a second survey. Raises `ConnectionError`."""
-        facts = facts or await survey(self._options)
+        facts = facts or await survey(self._options, consumes=False)
         self._idempotent = facts.idempotent
         self._topics = TopicDirectory(broker_creates=facts.broker_creates)
         limit = min(self._options.max_request_size, facts.max_message_bytes or 2**31)

@@ -71,6 +71,16 @@ def kafka(**settings: Any) -> list[str]:
         ({"security_protocol": "SASL_SSL"}, ["security_protocol", "sasl_username"]),
         ({"sasl_username": "u"}, ["sasl_username", "security_protocol"]),
         ({"ssl_keyfile": "k"}, ["ssl_keyfile", "ssl_certfile"]),
+        ({"group_instance_id": "a\n"}, ["group_instance_id"]),
+        (
+            {
+                "security_protocol": "SASL_SSL",
+                "sasl_username": "u",
+                "sasl_password": "p",
+                "sasl_password_file": "f",
+            },
+            ["sasl_password", "sasl_password_file"],
+        ),
     ],
 )
 def test_kafka_contradictions_name_both_settings(
