@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 from collections import deque
 from collections.abc import Mapping
 
@@ -31,10 +32,14 @@ from schemas.errors import (
     InvalidRequest,
     UndecodableRecord,
 )
+from schemas.headers import REQUEST_HEADERS, salvage_headers
 from schemas.requests import AnyRequest, CancelRequest
+from schemas.validation import ALL_FIELDS
 
 log = structlog.get_logger(__name__)
 
+_KNOWN = "|".join(map(re.escape, {*ALL_FIELDS, *REQUEST_HEADERS, "text", "image", "id"}))
+_KNOWN_PATH = re.compile(rf"(\$|headers)(\.({_KNOWN})(?=[.\[]|$)|\[\d+\])*")
 _LONGEST_WAIT_S = 3600.0  # of one look; a deadline may be any number
 
 
@@ -111,7 +116,11 @@ class Ingress:
             self._give_back(delivery)
             return
         if delivery.damage is not None:
-            await self._refuse(delivery, UndecodableRecord(delivery.damage), letter=True)
+            damaged = UndecodableRecord(delivery.damage)
+            found = salvage_headers(delivery.headers)
+            damaged.request_id, damaged.reply_to = found.request_id, found.reply_to
+            damaged.content_type = found.content_type
+            await self._refuse(delivery, damaged, letter=True)
             return
         if delivery.redelivered or delivery.attempt > 1:
             self._metrics.count("redelivered_total", route=self.route.name)
@@ -242,7 +251,7 @@ class Ingress:
             "request_refused",
             route=self.route.name,
             code=error.code,
-            path=error.path,
+            path=loggable_path(error.path),
             **delivery.origin,
         )
         unprocessable = isinstance(error, UndecodableRecord)
@@ -281,6 +290,16 @@ class Ingress:
     def close(self) -> None:
         """Stop the decoder's threads."""
         self.route.decoder.close()
+
+
+def loggable_path(path: str | None) -> str | None:
+    """`path` up to where a name begins that the contract does not know: the sender wrote that one."""
+    if path is None:
+        return None
+    known = _KNOWN_PATH.match(path)
+    if known is None:
+        return "<withheld>"
+    return path if known.end() == len(path) else f"{known[0]}.<withheld>"
 
 
 def _salt(deadline_ms: int | None) -> bytes:

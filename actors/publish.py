@@ -38,7 +38,6 @@ from schemas.errors import (
     EmbedstreamError,
     ForbiddenDestination,
     RecordTooLarge,
-    UndecodableRecord,
 )
 from schemas.requests import AnyRequest, Encoding
 from schemas.results import FailureReply, Reply
@@ -142,13 +141,16 @@ class ReplyDestination(Destination):
     def address_of_failure(
         self, delivery: Delivery, error: EmbedstreamError, request: AnyRequest | None
     ) -> str | None:
-        """The `reply_to` when it may be used. When nobody readable asked, nobody is told."""
+        """The `reply_to` when it may be used, else the default place, where an id leads to its sender.
+
+        A Kafka batch that nobody can read has no sender: nobody is told.
+        """
         reply_to = request.reply_to if request else error.reply_to
         if isinstance(error, ForbiddenDestination):
             reply_to = None
         if reply_to is not None and self._sink.check_destination(reply_to) is None:
             return reply_to
-        if isinstance(error, UndecodableRecord):
+        if delivery.damage is not None and not delivery.headers:
             return None
         request_id = request.id if request else error.request_id or delivery.default_id
         return self._sink.default_destination(request_id)

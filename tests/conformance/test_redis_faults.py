@@ -473,7 +473,7 @@ async def test_publishes_share_few_connections(harness: RedisHarness) -> None:
 
 
 async def test_entry_without_data_and_deleted_entry(harness: RedisHarness) -> None:
-    """E13: an entry without the field `data` is handed out empty, for ingress to refuse; one that
+    """E13, K46: an entry without the field `data` is handed out damaged, for ingress to refuse; one that
     was deleted while pending is acknowledged, not handed out."""
     await harness.redis.xadd(harness.stream, {"other": "x"})
     url = (
@@ -490,6 +490,7 @@ async def test_entry_without_data_and_deleted_entry(harness: RedisHarness) -> No
         (delivery,) = await collect(transport.source, 1)
         assert delivery.body == b""
         assert delivery.headers["other"] == b"x"
+        assert delivery.damage == "no field named data; it has: 'other'"
         await flushed(transport.source)
         async with asyncio.timeout(WAIT_S):
             while await pending(harness):

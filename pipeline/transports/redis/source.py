@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -51,6 +51,7 @@ _DEAD_AFTER_IDLES = 10
 """A consumer without pending entries is removed once idle for this many `claim_idle_ms`."""
 _MAX_HEADERS = 500
 """Fields of one entry beside the record; the sink writes a few more in a dead letter."""
+_SHOWN_NAMES, _SHOWN_CHARS = 8, 40
 _ANSWERED_BY = ("reply-to", "request-id", "content-type")
 """The headers without which a damaged entry could not be answered."""
 _TROUBLE = (RedisError, OSError, TimeoutError)
@@ -270,8 +271,8 @@ class RedisSource(BrokerSource):
             if self._knows(entry.id):
                 continue  # the other loop took it over while we waited for its count
             fields = dict(entry.fields or {})
+            damage = None if DATA_FIELD in fields else _no_data(fields)
             body = fields.pop(DATA_FIELD, b"")
-            damage = None
             if len(fields) > _MAX_HEADERS:
                 damage = f"the entry has {len(fields)} fields beside data, at most {_MAX_HEADERS} are read"
                 read = [*fields][:_MAX_HEADERS] + [n for n in _ANSWERED_BY if n in fields]
@@ -421,6 +422,13 @@ class RedisSource(BrokerSource):
         self._metrics.gauge("source_group_consumers", left, transport="redis")
         if removed:
             log.info("redis_consumers_removed", removed=removed, left=left)
+
+
+def _no_data(fields: Mapping[str, bytes]) -> str:
+    """What the sender is told of an entry without a record."""
+    names = [repr(name[:_SHOWN_CHARS]) for name in list(fields)[:_SHOWN_NAMES]]
+    more = f" and {len(fields) - len(names)} more" if len(fields) > len(names) else ""
+    return f"no field named {DATA_FIELD}; it has: {', '.join(names)}{more}"
 
 
 def _key(delivery: HeldDelivery) -> tuple[int, str]:
