@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import free_port
 from pipeline.transports.redis.client import close_client, create_group, make_client
 from pipeline.transports.redis.options import RedisOptions
-from pipeline.transports.redis.source import RedisSource
+from pipeline.transports.redis.source import RedisSource, reach
 from pipeline.transports.registry import open_transport
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running
@@ -409,7 +410,7 @@ async def test_a_server_that_forgot_the_script_is_told_again(own: RedisHarness) 
 async def test_a_user_without_scripts_is_named_at_open(own: RedisHarness) -> None:
     """K30: replies are written by a script; a user that may run none is told so at start."""
     await own.redis.execute_command("ACL", "SETUSER", "plain", "on", ">pw", "~*", "+@all", "-eval")
-    with pytest.raises(ConnectionError, match="grant it eval"):
+    with pytest.raises(ConnectionError, match="may not run eval"):
         await open_transport(
             own.options(username="plain", password="pw"), clock=SystemClock(), metrics=NoMetrics()
         )
@@ -632,3 +633,77 @@ async def test_plain_client_reads_its_reply(harness: RedisHarness) -> None:
         delivery.settle()
         assert (await waiting)[1] == b"answer"
     await client.aclose()
+
+
+def documented_acl(harness: RedisHarness) -> list[str]:
+    """The words of the ACL in docs/delivery.md, for this test's keys."""
+    page = (Path(__file__).parents[2] / "docs" / "delivery.md").read_text()
+    words = page.partition("ACL SETUSER embedstream on >PASSWORD")[2].partition("```")[0].split()
+    keys = {
+        "~embedstream.requests": f"~{harness.stream}",
+        "~embedstream.dead-letters": f"~{harness.dead_letters}",
+    }
+    return [keys.get(word, word) for word in words]
+
+
+async def set_user(harness: RedisHarness, *words: str) -> str:
+    user = unique("user")
+    await harness.redis.execute_command("ACL", "SETUSER", user, "on", ">pw", *words)
+    return user
+
+
+async def test_the_documented_acl_is_enough(own: RedisHarness) -> None:
+    """K43: a request through its whole life, a dead letter and a take-over, as that user."""
+    user = await set_user(own, *documented_acl(own))
+    options = own.options(username=user, password="pw", claim_idle_ms=100, claim_interval_ms=20)
+    await own.produce(b"a")
+    await own.redis.xgroup_create(own.stream, own.group, "0")
+    await own.redis.xreadgroup(own.group, "dead", {own.stream: ">"})
+    async with running(options) as transport:
+        (delivery,) = await collect(transport.source, 1, settle=False)
+        await transport.source.attempt_begins([delivery])
+        for place in (own.reply_destination(), transport.sink.dead_letter_destination):
+            await transport.sink.publish(place, "r", b"x", {})
+        delivery.settle()
+        await flushed(transport.source)
+        assert transport.source.status().connected
+    left = await own.redis.xinfo_consumers(own.stream, own.group)
+    assert {row["name"] for row in left} <= {b"dead"}  # we left the group
+    assert await own.unsettled() == 0
+
+
+@pytest.mark.parametrize(
+    ("taken", "named"),
+    [
+        (["-xack"], "xack on embedstream.requests"),
+        (["-xgroup|create"], "xgroup|create on embedstream.requests"),
+        (["-xautoclaim"], "xautoclaim on embedstream.requests"),
+        (["-rpush"], "rpush on embedstream.reply.any"),
+        (["-pttl"], "pttl on embedstream.dead-letters"),
+        (["-evalsha"], "evalsha"),
+        (["-eval"], "eval"),
+        (["resetkeys", "~embedstream.re*"], "xadd on embedstream.dead-letters"),
+    ],
+)
+async def test_each_missing_right_is_named(own: RedisHarness, taken: list[str], named: str) -> None:
+    """K43, K49: at start and by `check`, which creates nothing; without the right to INFO too."""
+    user = await set_user(own, *documented_acl(own), *taken, "-info")
+    options = own.options(username=user, password="pw")
+    with pytest.raises(ConnectionError, match="may not run") as caught:
+        await reach(options)
+    assert named in str(caught.value)
+    with pytest.raises(ConnectionError, match="may not run") as caught:
+        await open_transport(options, clock=SystemClock(), metrics=NoMetrics())
+    assert named in str(caught.value)
+    assert not await own.redis.exists(own.stream)
+
+
+async def test_a_node_of_a_cluster_is_refused() -> None:
+    """K14: at start, with what to do."""
+    server = new_redis("--cluster-enabled", "yes")
+    await server.start()
+    harness = RedisHarness(ServerInfo(server.address, server.kind, server))
+    with pytest.raises(ConnectionError, match="cluster-enabled no"):
+        await reach(harness.options())
+    await harness.aclose()
+    server.close()

@@ -22,6 +22,7 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.redis.rights import missing_rights
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,10 @@ class _PlainConnection(_Cancellable, Connection):
 
 class _TlsConnection(_Cancellable, SSLConnection):
     """TLS over TCP."""
+
+
+class _Unusable(ConnectionError):
+    """The server answers and cannot serve us; the message is ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +142,47 @@ async def survey(client: Any, options: RedisOptions) -> ServerFacts:
     """Version, eviction policy, stream and group. Raises `ConnectionError` with the remedy."""
     try:
         async with asyncio.timeout(options.connect_timeout_s + options.socket_timeout_s):
-            await client.execute_command("PING")
-            version = await _check_version(client, options)
-            notices = await _eviction_notices(client)
+            facts = await _inspect(client, options)
             await create_group(client, options, options.start)
+    except _Unusable:
+        raise
     except (RedisError, OSError, TimeoutError) as error:
         raise ConnectionError(_remedy(error, options)) from None
-    for notice in notices:
+    for notice in facts.notices:
         log.warning("redis_notice", notice=notice, address=options.address)
-    return ServerFacts(version, tuple(notices))
+    return facts
+
+
+async def look(client: Any, options: RedisOptions) -> ServerFacts:
+    """As `survey`, creating nothing. Raises `ConnectionError` with the remedy."""
+    try:
+        async with asyncio.timeout(options.connect_timeout_s + options.socket_timeout_s):
+            facts = await _inspect(client, options)
+            kind = (await client.execute_command("TYPE", options.stream)).decode()
+    except _Unusable:
+        raise
+    except (RedisError, OSError, TimeoutError) as error:
+        raise ConnectionError(_remedy(error, options)) from None
+    if kind not in ("none", "stream"):
+        raise ConnectionError(_no_stream(options))
+    return facts
+
+
+async def _inspect(client: Any, options: RedisOptions) -> ServerFacts:
+    await client.execute_command("PING")
+    version = await _check_version(client, options)
+    try:
+        missing = await missing_rights(client, options)
+    except RedisError as error:
+        if code_of(error) != "NOPERM":
+            raise
+        missing = ["eval (replies are written by a script)"]
+    if missing:
+        raise _Unusable(
+            f"Redis at {options.address}: this user may not run {'; '.join(missing)}: grant it what "
+            "docs/delivery.md lists"
+        )
+    return ServerFacts(version, tuple(await _eviction_notices(client)))
 
 
 def _remedy(error: Exception, options: RedisOptions) -> str:
@@ -157,10 +194,7 @@ def _remedy(error: Exception, options: RedisOptions) -> str:
             f"{where}: {describe(error)}: grant this user the stream commands on {options.stream}"
         )
     if code == "WRONGTYPE":
-        return (
-            f"{where}: key {options.stream} exists and is no stream: name another stream, or remove "
-            "the key"
-        )
+        return _no_stream(options)
     if "DB index" in str(error):
         return f"{where} has no database {options.db}: lower db, or raise `databases` of the server"
     if code in WRONG_SERVER:
@@ -173,18 +207,37 @@ def _remedy(error: Exception, options: RedisOptions) -> str:
     )
 
 
+def _no_stream(options: RedisOptions) -> str:
+    return (
+        f"Redis at {options.address}: key {options.stream} exists and is no stream: name another "
+        "stream, or remove the key"
+    )
+
+
 async def _check_version(client: Any, options: RedisOptions) -> str:
     try:
         info = await client.info("server")
     except NoPermissionError:
-        known = await client.execute_command("COMMAND", "INFO", "XAUTOCLAIM")
-        if not known or known[0] is None:
-            raise ConnectionError(_too_old(options, "unknown")) from None
-        return "unknown"
+        return await _version_unknown(client, options)
     version = str(info.get("redis_version", "0"))
     if version_of(version) < MIN_VERSION:
-        raise ConnectionError(_too_old(options, version))
+        raise _Unusable(_too_old(options, version))
+    if info.get("redis_mode") == "cluster":
+        raise _Unusable(
+            f"Redis at {options.address} is a node of a cluster, where request, reply and dead letter "
+            "lie on different nodes: name a server with cluster-enabled no"
+        )
     return version
+
+
+async def _version_unknown(client: Any, options: RedisOptions) -> str:
+    """Without the right to ask: a server that is too old does not know the command at all."""
+    try:
+        await client.execute_command("XAUTOCLAIM")  # too few arguments: does nothing
+    except ResponseError as error:
+        if "unknown command" in str(error):
+            raise _Unusable(_too_old(options, "unknown")) from None
+    return "unknown"
 
 
 def version_of(text: str) -> tuple[int, int]:

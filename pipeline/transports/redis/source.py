@@ -28,8 +28,8 @@ from pipeline.transports.redis.client import (
     close_client,
     create_group,
     is_nogroup,
+    look,
     make_client,
-    ping,
     reconnect_if_wrong,
     survey,
 )
@@ -453,10 +453,10 @@ async def open_source(options: RedisOptions, *, clock: Clock, metrics: Metrics) 
 
 
 async def reach(options: RedisOptions) -> tuple[str, ...]:
-    """Whether the server answers; creates nothing. Raises `ConnectionError`."""
+    """Whether the server serves us; creates nothing. Raises `ConnectionError`."""
     client = make_client(options, connections=1)
     try:
-        await ping(client, options)
+        facts = await look(client, options)
     finally:
         await close_client(client, options.close_timeout_s)
-    return ()
+    return facts.notices
