@@ -85,12 +85,14 @@ class Dispatcher:
     async def _run_batch(self, selected: Selected) -> None:
         self._note_start(selected.entries)
         try:
-            for owners in apart(entry.owner for entry in selected.entries):
-                members = set(owners)
+            groups = apart([entry.owner for entry in selected.entries])
+            for owners in groups:
+                entries = selected.entries
+                if len(groups) > 1:
+                    members = set(owners)
+                    entries = [entry for entry in entries if entry.owner in members]
                 async with self._attempts.counted(owners):
-                    await self._forward(
-                        selected.model, [e for e in selected.entries if e.owner in members]
-                    )
+                    await self._forward(selected.model, entries)
         except ExecutorDied as error:
             self._died = str(error)
         finally:

@@ -71,7 +71,7 @@ class Egress:
         self._max_waiting = max_waiting
         self._refusal_slots = refusal_slots
         self._outboxes: dict[str, _Outbox] = {}  # by route
-        self._n_busy = 0
+        self._n_out = 0  # waiting in a queue or being written
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -132,7 +132,7 @@ class Egress:
                     following = outbox.order.withdraw(in_flight.ticket)
                     if following is not None:
                         self._quiet.clear()
-                        outbox.queue.put_nowait(following)
+                        self._enqueue(outbox, following)
             else:
                 in_flight.deliveries = [d for d in in_flight.deliveries if d not in gone]
             for delivery in gone:
@@ -148,30 +148,30 @@ class Egress:
         self._put(outgoing)
 
     def _put(self, outgoing: Outgoing) -> None:
-        outbox = self._outbox(outgoing.route)
-        if outgoing.ticket is None or outbox.order.finish(outgoing.ticket, outgoing) is not None:
-            self._quiet.clear()
-            outbox.queue.put_nowait(outgoing)
+        outbox, ticket = self._outbox(outgoing.route), outgoing.ticket
+        if ticket is None or outbox.order.finish(ticket, outgoing) is not None:
+            self._enqueue(outbox, outgoing)
+
+    def _enqueue(self, outbox: _Outbox, outgoing: Outgoing) -> None:
+        self._n_out += 1
+        self._quiet.clear()
+        outbox.queue.put_nowait(outgoing)
 
     # --- publishers ----------------------------------------------------------------------------
 
     async def run(self, route: Route) -> None:
         """One publisher; several run for each route."""
-        queue = self._outbox(route).queue
+        outbox = self._outbox(route)
         while True:
-            outgoing = await queue.get()
-            self._n_busy += 1
+            outgoing = await outbox.queue.get()
             try:
-                await self._process(outgoing)
+                await self._process(outgoing, outbox)
             finally:
-                self._n_busy -= 1
-                if not self._n_busy and not any(
-                    box.queue.qsize() for box in self._outboxes.values()
-                ):
+                self._n_out -= 1
+                if not self._n_out:
                     self._quiet.set()
 
-    async def _process(self, outgoing: Outgoing) -> None:
-        outbox = self._outbox(outgoing.route)
+    async def _process(self, outgoing: Outgoing, outbox: _Outbox) -> None:
         outcome = None
         try:
             outcome = await self._deliver(outgoing)
@@ -197,7 +197,7 @@ class Egress:
             if outgoing.ticket is not None:
                 following = outbox.order.leave(outgoing.ticket)
                 if following is not None:
-                    outbox.queue.put_nowait(following)
+                    self._enqueue(outbox, following)
         if outcome is not None:
             self._note(outgoing, outcome)
 

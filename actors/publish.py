@@ -80,13 +80,15 @@ class RetryingWriter(Retry):
     async def __call__(self, write: Callable[[], Awaitable[T]], to: str) -> T:
         """See `Retry`."""
         started = self._clock.monotonic()
-        backoff = Backoff(self._policy.first_backoff_s, self._policy.max_backoff_s)
+        backoff: Backoff | None = None
         while True:
             try:
                 result = await write()
             except RecordTooLargeForBroker:
                 raise
             except PublishError as error:
+                if backoff is None:
+                    backoff = Backoff(self._policy.first_backoff_s, self._policy.max_backoff_s)
                 if not error.retryable or backoff.tries + 1 >= self._attempts:
                     raise GaveUp(str(error), permanent=not error.retryable) from error
                 self._metrics.count("publish_retries_total")

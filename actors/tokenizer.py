@@ -9,6 +9,7 @@ for a slice at most and packing starts with the first; expired and ended request
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,9 +78,10 @@ class Tokenizer:
         while True:
             group = [await queue.get()]
             n_items = group[0].request.n_items
-            while n_items < SLICE_ITEMS and not queue.empty():
-                group.append(queue.get_nowait())
-                n_items += group[-1].request.n_items
+            with contextlib.suppress(asyncio.QueueEmpty):
+                while n_items < SLICE_ITEMS:
+                    group.append(queue.get_nowait())
+                    n_items += group[-1].request.n_items
             live = [in_flight for in_flight in group if self._is_live(in_flight)]
             small = [one for one in live if one.request.n_items <= SLICE_ITEMS]
             for together in apart(small):

@@ -40,7 +40,8 @@ from pipeline.lifecycle import StopSignal
 from pipeline.local.kafka import ApacheKafka, PackagedKafka
 from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
-from pipeline.observe.metrics import PrometheusMetrics, configure_logging
+from pipeline.observe.logs import configure_logging
+from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.options import InprocOptions
