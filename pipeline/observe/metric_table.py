@@ -127,7 +127,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("source_connected", "1 while the source reaches its broker.", "transport"),
     _gauge("source_partitions", "Partitions assigned to this process.", "transport"),
     _gauge("source_group_consumers", "Members of the group.", "transport"),
-    _gauge("source_lag_records", "Records behind the commit watermark.", "topic", "partition"),
+    _gauge(
+        "source_lag_records",
+        "Records not settled: behind the commit watermark, or of a Redis stream waiting and pending.",
+        "topic",
+        "partition",
+    ),
     _gauge(
         "source_oldest_unsettled_offset", "Commit watermark of a partition.", "topic", "partition"
     ),

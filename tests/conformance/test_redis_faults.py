@@ -707,3 +707,26 @@ async def test_a_node_of_a_cluster_is_refused() -> None:
         await reach(harness.options())
     await harness.aclose()
     server.close()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+async def test_the_backlog_is_told(harness: RedisHarness, counted: bool) -> None:
+    """Waiting and pending together; by the length of the stream where the server has lost count."""
+    for i in range(10):
+        await harness.produce(b"%d" % i)
+    if not counted:  # a deletion ahead of what was handed out
+        entries = await harness.redis.xrange(harness.stream)
+        await harness.redis.xdel(harness.stream, entries[7][0])
+    metrics = CountingMetrics()
+    options = harness.options(max_in_flight=4, claim_interval_ms=20)
+    async with running(options, metrics) as transport:
+        await until_gauge(metrics, 10.0 if counted else 9.0)
+        for delivery in await collect(transport.source, 4, settle=False):
+            delivery.settle()
+        await until_gauge(metrics, 6.0 if counted else 5.0)
+
+
+async def until_gauge(metrics: CountingMetrics, value: float) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while metrics.gauges.get("source_lag_records") != value:
+            await asyncio.sleep(0.01)

@@ -176,6 +176,23 @@ class GroupCommands:
                 )  # fmt: skip
             await pipe.execute()
 
+    async def backlog(self) -> int | None:
+        """Entries that the group has not settled: not handed out yet, and pending.
+
+        Before Redis 7.0, and when the server has lost count, the length of the stream: settled entries
+        are deleted. None: this user may not ask.
+        """
+        try:
+            rows = await self._client.execute_command("XINFO", "GROUPS", self._stream)
+            for row in rows:
+                facts = dict(zip(row[::2], row[1::2], strict=True))
+                lag = facts.get(b"lag")
+                if facts[b"name"] == self._group.encode() and lag is not None:
+                    return int(lag) + int(facts[b"pending"])
+            return int(await self._client.execute_command("XLEN", self._stream))
+        except NoPermissionError:
+            return None
+
     async def leave(self) -> None:
         """Make what is pending for us claimable at once, then leave the group when that is nothing."""
         start = "-"

@@ -39,6 +39,7 @@ def needed(options: RedisOptions) -> list[tuple[str, str, tuple[str, ...]]]:
         ("xgroup|delconsumer", stream, (stream, group, me)),
         ("xinfo|consumers", stream, (stream, group)),
         ("xinfo|groups", stream, (stream,)),
+        ("xlen", stream, (stream,)),
     ]
     reply, letters = f"{REPLY_LIST}any", options.dead_letter_stream
     commands += [("rpush", reply, (reply, "x")), ("ltrim", reply, (reply, "0", "1"))]

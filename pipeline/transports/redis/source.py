@@ -337,6 +337,7 @@ class RedisSource(BrokerSource):
                     next_claim = self._clock.monotonic() + interval_s
                     claims += 1
                     await self._claim()
+                    await self._tell_backlog()
                     if claims % _CLEAN_EVERY_CLAIMS == 0:
                         await self._remove_dead_consumers()
                 self._health.works("house")
@@ -415,6 +416,12 @@ class RedisSource(BrokerSource):
         self._metrics.count("source_claimed_total", len(lost), transport="redis")
         log.info("redis_claimed", stream=self._options.stream, entries=len(lost))
         await self._take_over(lost)
+
+    async def _tell_backlog(self) -> None:
+        backlog = await self._commands.backlog()
+        if backlog is not None:
+            stream = self._options.stream
+            self._metrics.gauge("source_lag_records", backlog, topic=stream, partition="0")
 
     async def _remove_dead_consumers(self) -> None:
         idle_ms = max(_DEAD_AFTER_IDLES * self._options.claim_idle_ms, 3 * self._options.block_ms)
