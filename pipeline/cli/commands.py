@@ -243,8 +243,7 @@ def rerank(
     With "-" every line of stdin is {"id": "...", "query": "...", "documents": ["...", "..."]}.
 
     \b
-    embedstream rerank "what is a deadlock?" "A dead key changes the next letter." \\
-      "A deadlock is when two processes wait for each other and neither can go on."
+    embedstream rerank "what is a deadlock?" "a dead key" "a deadlock: two processes wait for each other"
     """
     options = _given(top_n=top_n, raw_scores=raw_scores, truncate=truncate)
     return _ask(

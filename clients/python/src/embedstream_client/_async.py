@@ -385,11 +385,7 @@ def _check(reply: Reply, request: AnyRequest) -> None:
     if isinstance(request, RerankRequest) and request.top_n is not None:
         n_wanted = min(n_wanted, request.top_n)
     if len(indexes) - n_failed != n_wanted:
-        raise BadReply(
-            "the reply does not hold a result for every item",
-            limit=n_items,
-            given=len(indexes),
-        )
+        raise BadReply("the reply lacks results of some items", limit=n_items, given=len(indexes))
     for item in reply.items:
         if item.error is None and not _has_result(item, reply.task):
             raise BadReply("a result is empty", items=[item.index])
@@ -397,6 +393,5 @@ def _check(reply: Reply, request: AnyRequest) -> None:
 
 def _has_result(item: ItemReply, task: str) -> bool:
     if task == "embed":
-        found: Sequence[object] = (item.embedding, item.sparse, item.multivector)
-        return any(one is not None for one in found)
+        return not (item.embedding is item.sparse is item.multivector is None)
     return (item.scores if task == "classify" else item.relevance_score) is not None
