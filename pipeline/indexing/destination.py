@@ -111,7 +111,7 @@ class CollectionDestination(Destination):
     async def aclose(self) -> None:
         """Disconnect."""
         if self._owner:
-            await self._writer.collection.aclose()
+            await self._writer.aclose()
 
 
 def written(pending: Pending, outcomes: Sequence[object]) -> Write:

@@ -24,6 +24,7 @@ from schemas.requests import LANES, Lane
 
 log = structlog.get_logger(__name__)
 
+CLOSE_S = 2.0
 SUPERSEDED = Outcome("stale", "a newer version came before it was written")
 
 
@@ -75,6 +76,7 @@ class IndexWriter:
         self._n_bytes = 0
         self._arrived = asyncio.Event()
         self._calls = asyncio.Lock()  # a collection takes one call at a time
+        self._closed = False
         self.trouble: str | None = None
         """Why the store takes nothing now; None when the last call went well."""
 
@@ -91,7 +93,22 @@ class IndexWriter:
     async def known(self, document_ids: Sequence[str]) -> dict[str, Entry]:
         """Ledger entries of those that have one. Raises `StoreUnavailable`."""
         async with self._calls, asyncio.timeout(self.policy.write_timeout_s):
+            self._check_open()
             return await self.collection.read_entries(document_ids)
+
+    async def aclose(self) -> None:
+        """Disconnect, after the call that runs, if it ends within `CLOSE_S`. What still waits fails."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(CLOSE_S), self._calls:
+                pass
+        except TimeoutError:
+            log.warning("index_closed_in_a_call", reason=self.collection.where)
+        await self.collection.aclose()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("the service stops")
 
     def __len__(self) -> int:
         return sum(len(lane) for lane in self._waiting.values())
@@ -168,10 +185,11 @@ class IndexWriter:
             started = self._clock.monotonic()
             try:
                 async with self._calls, asyncio.timeout(self.policy.write_timeout_s):
+                    self._check_open()
                     outcomes = await self.collection.write(writes, now_ms=self._clock.epoch_ms())
             except (StoreUnavailable, TimeoutError) as error:
                 wait_s = self._trouble(error, attempt, backoff_s)
-                if attempt >= self.policy.attempts:
+                if attempt >= self.policy.attempts or self._closed:
                     raise StoreUnavailable(self.trouble or "the store is unavailable") from error
                 await asyncio.sleep(wait_s)
                 backoff_s = min(backoff_s * 2, self.policy.max_backoff_s)

@@ -204,6 +204,16 @@ async def test_stopping_leaves_what_waits_to_its_deliveries() -> None:
             assert isinstance(await waiting, StoreUnavailable)
 
 
+async def test_a_closed_writer_asks_its_store_nothing_more() -> None:
+    """A drain that ran out of budget: publishers still hold documents when the store is left."""
+    async with writing() as (writer, collection):
+        await writer.aclose()
+        assert kinds(await outcomes_of(writer, [put("a", 1, ["x"])])) == ["StoreUnavailable"]
+        with pytest.raises(StoreUnavailable):
+            await writer.known(["a"])
+        assert collection.batches == []
+
+
 @pytest.fixture(autouse=True)
 def forget() -> None:
     """No collection outlives its test."""
