@@ -393,5 +393,5 @@ def _check(reply: Reply, request: AnyRequest) -> None:
 
 def _has_result(item: ItemReply, task: str) -> bool:
     if task == "embed":
-        return not (item.embedding is item.sparse is item.multivector is None)
+        return (item.embedding or item.sparse or item.multivector) is not None
     return (item.scores if task == "classify" else item.relevance_score) is not None
