@@ -42,7 +42,9 @@ from pipeline.observe import views
 from pipeline.observe.http import HealthServer, HealthViews
 from pipeline.observe.readiness import Readiness, readiness
 from pipeline.settings.load import RouteSettings, Settings, route_options
+from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.registry import REPLY, Transport, open_transport
+from pipeline.transports.source import BrokerSource
 
 log = structlog.get_logger(__name__)
 
@@ -250,8 +252,15 @@ async def _exhausted(graph: Graph) -> None:
 
 async def _drain(graph: Graph, deadline: Deadline) -> None:
     # What cannot be finished is others' work now, not when the budget is over.
-    beyond = graph.table.beyond(deadline.remaining_s() * DRAIN_SHARE)
-    released = graph.egress.withdraw(at_most=beyond) if beyond else 0
+    # Lines of a file are nobody else's.
+    shared = [route.source for route in graph.routes if isinstance(route.source, BrokerSource)]
+    beyond = graph.table.beyond(deadline.remaining_s() * DRAIN_SHARE) if shared else 0
+    released = 0
+    if beyond:
+        released = graph.egress.withdraw(
+            lambda one: isinstance(one, HeldDelivery) and any(map(one.is_of, shared)),
+            at_most=beyond,
+        )
     log.info(
         "draining",
         in_flight=len(graph.table),
