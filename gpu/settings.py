@@ -52,6 +52,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             '(docs/engine.md has its cosine); "int8" is refused, with the reason.',
         ),
     ] = "off"
+    linears: Annotated[
+        Literal["auto", "onednn", "torch", "mlas"],
+        Meta(
+            description='Library of matrix products on the CPU in float32. "auto": the fastest one here of '
+            "those that keep rows apart, measured once and remembered; name one so that all machines "
+            "answer with the same last digits."
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Meta(

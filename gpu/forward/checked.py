@@ -7,7 +7,7 @@ linears, packing, graphs, shared prefixes) is a sentence in the notes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from gpu.answer.heads import HeadFn, build_head
 from gpu.answer.label_rows import label_head_of
 from gpu.answer.sparse import mlm_head
 from gpu.attention import AttentionBackend
+from gpu.device.kernels import KernelChoice, remembered
 from gpu.device.linears import LinearReport, prepack
 from gpu.device.pages import FilePages, own_memory
 from gpu.faults import ModelLoadError
@@ -124,8 +125,8 @@ def _checked(
         half = speed.half_parents(loaded.model, loaded.base)
         reference, logits, tokens = speed.rounded(reference, logits, tokens)
         backends = speed.backends()
-    linears = replace_linears(loaded.model, prepacked, half)
-    notes = [*spec.notes, *loaded.notes]
+    linears = replace_linears(loaded.model, prepacked, settings.linears, half)
+    notes = [*spec.notes, *loaded.notes, *([linears.note] if linears.note else [])]
     forward, finding = pick_forward(
         loaded, spec, batch, reference, native=native, device=device, notes=notes, backends=backends
     )
@@ -152,14 +153,16 @@ def _checked(
 
 
 def replace_linears(
-    model: nn.Module,
-    prepacked: bool,
-    half_parents: set[nn.Module] = frozenset(),  # type: ignore[assignment]
+    model: nn.Module, prepacked: bool, kernel: str, half_parents: Container[nn.Module] = ()
 ) -> LinearReport:
-    """Prepacked linears where wanted, and no tensor of the model left in the weights file."""
+    """Linears replaced where wanted, and no tensor of the model left in the weights file.
+
+    kernel: the setting `linears`.
+    """
     pages = FilePages()
     linears = LinearReport()
     if prepacked:
-        linears = prepack(model, pages.release, half_parents=half_parents)
+        choice = KernelChoice(kernel, remembered())
+        linears = prepack(model, pages.release, half_parents=half_parents, choice=choice)
     own_memory(model, pages)
     return linears

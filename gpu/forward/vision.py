@@ -88,7 +88,7 @@ class VisionRunner(BaseRunner):
         items = self._towers.probes()
         reference = torch.stack([self._towers.reference(item) for item in items]).float()
         fp32_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        linears = replace_linears(model, fp32_cpu and prepack)
+        linears = replace_linears(model, fp32_cpu and prepack, self.settings.linears)
         register()
         self._towers.use_packed()
         batch = pack(items)
