@@ -429,7 +429,7 @@ def test_a_wrong_address_is_refused_without_its_password() -> None:
 @pytest.mark.parametrize(
     ("destination", "words"),
     [
-        ("qdrant://h/docs", "unknown transport 'qdrant'"),
+        ("nosuch://h/docs", "unknown transport 'nosuch'"),
         ("kafka://h:1", "one topic"),
         ("redis://h/answers", "list:NAME"),
         ("redis://h/list:", "list:NAME"),
