@@ -23,11 +23,11 @@ from rich.console import Console
 
 from pipeline.demo import screen
 from pipeline.demo.catalog import EMBEDDER, RERANKER
-from pipeline.demo.check import Ledger, Vectors, nearest, parse_metrics, quantile, vector_fault
 from pipeline.demo.clients import DemoBrokerError
 from pipeline.demo.corpus import Corpus, load_corpus
 from pipeline.demo.doors import Door, broker_door, inproc_door
 from pipeline.demo.fetch import fetch_model, find_model, is_fetched
+from pipeline.demo.ledger import Ledger, Vectors, nearest, parse_metrics, quantile, vector_fault
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.local.kafka import packaged_kafka_binary
 from pipeline.local.redis import find_redis

@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import write_model
+from tests.support.servers import ServerInfo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 MOMENTS = int(os.environ.get("EMBEDSTREAM_TEST_INTERRUPTS", "4"))
@@ -190,7 +191,7 @@ def test_the_prompt_of_the_demo(asked: bool) -> None:
                 read(ours, b"? ", 1)
                 if asked:
                     os.write(ours, b"what is a deadlock?\n")
-                    read(ours, b"? ", 3)
+                    read(ours, b"? ", 2)
                 process.send_signal(number)
                 assert process.wait(END_S) == ENDED[number]
         finally:
@@ -241,6 +242,6 @@ def test_in_the_middle_of_stdin(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-def test_waiting_for_a_service_that_does_not_answer(redis_server: object) -> None:
-    url = f"{redis_server.url}/nobody.reads.this"  # type: ignore[attr-defined]
+def test_waiting_for_a_service_that_does_not_answer(redis_server: ServerInfo) -> None:
+    url = f"redis://{redis_server.address}/nobody.reads.this"
     run_into_signals(lambda: Command("embed", "x", "--via", url), 2.5)

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from pipeline.demo.check import Ledger, nearest, parse_metrics, quantile, vector_fault
+from pipeline.demo.ledger import Ledger, nearest, parse_metrics, quantile, vector_fault
 from pipeline.observe.metrics import PrometheusMetrics
 
 
