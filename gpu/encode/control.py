@@ -61,6 +61,10 @@ class ControlTokens:
             )
         self.spelled = tuple(leaks)
 
+    def as_lists(self) -> list[Any]:
+        """What is written out instead of which id, for the fingerprint."""
+        return sorted([i, ids.tolist()] for i, ids in self._replacements.items())
+
     def spell(self, ids: Int32) -> Int32:
         """[n] -> [m] int32: ids of a sender's text, with pieces that are control tokens written out."""
         if self._leaky is None or not self._leaky[ids].any():

@@ -46,11 +46,12 @@ class Template:
         """Special tokens of a pair."""
         return len(self.pair_prefix) + len(self.pair_middle) + len(self.pair_suffix)
 
-    def as_lists(self) -> list[Any]:
-        """Plain values, for the fingerprint."""
+    def as_lists(self, *, pairs: bool) -> list[Any]:
+        """Plain values, for the fingerprint. pairs: those of a pair too."""
+        fields = self.__slots__ if pairs else ("prefix", "suffix")
         return [
             value.tolist() if isinstance(value, np.ndarray) else value
-            for value in (getattr(self, field) for field in self.__slots__)
+            for value in (getattr(self, field) for field in fields)
         ]
 
     def single(self, content: Int32) -> Int32:

@@ -106,17 +106,21 @@ class TextEncoder:
         if self._control.spelled:
             told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
             notes = (*notes, told)
-        around = [token_types, *self._template.as_lists()]
+        # Prompts of the folder and of the settings: they may hold control tokens, a request's may not.
+        self._prompts = {
+            name: self._control.split_prompt(name, prompt) for name, prompt in spec.prompts.items()
+        }
+        leads = {name: lead.tolist() for name, (lead, _) in self._prompts.items()}
+        pairs = "rerank" in spec.tasks
+        around = [
+            token_types and pairs, self._template.as_lists(pairs=pairs), self._control.as_lists(), leads,
+        ]  # fmt: skip
         # What only the tokenizer could tell.
         self.spec = spec = dataclasses.replace(
             spec,
             notes=notes,
             fingerprint=with_tokenizer(spec.fingerprint, description, around),
         )
-        # Prompts of the folder and of the settings: they may hold control tokens, a request's may not.
-        self._prompts = {
-            name: self._control.split_prompt(name, prompt) for name, prompt in spec.prompts.items()
-        }
         self._token_types = token_types
         self.pairs: PairAssembler | None = None
         if spec.pairs is not None:

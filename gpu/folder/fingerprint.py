@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpu.folder.modules import DenseSpec
 
 _MEANING = (
-    "architecture", "tasks", "pooling", "include_prompt", "normalize", "max_tokens",
+    "tasks", "pooling", "include_prompt", "normalize", "max_tokens",
     "position_offset", "labels", "score_activation", "label_activation", "prompts",
     "default_prompt_name",
 )  # fmt: skip
@@ -82,6 +82,8 @@ def fingerprint_of(
     for name in _MEANING:
         value = meaning.get(name)
         parts[name] = sorted(value) if isinstance(value, frozenset) else value
+    if meaning.get("head"):
+        parts["pad"] = (meaning.get("config") or {}).get("pad_token_id")  # some heads look for it
     for name in ("pairs", "label_head", "causal"):  # only some models have these
         if meaning.get(name) is not None:
             parts[name] = repr(meaning[name])
@@ -99,10 +101,11 @@ def with_tokenizer(fingerprint: str, description: Mapping[str, Any], around: Seq
 
     description: the `tokenizers` JSON of the tokenizer as it is used; around: what stands around texts.
     """
-    effective = {
-        part: description.get(part)
-        for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
-    }
+    effective = {part: description.get(part) for part in ("normalizer", "pre_tokenizer", "model")}
+    # Special tokens are text in a text; where they stand around one, `around` has their ids.
+    effective["added_tokens"] = [
+        token for token in description.get("added_tokens") or () if not token["special"]
+    ]
     return _named({"folder": fingerprint, "tokenizer": effective, "around": list(around)})
 
 

@@ -23,7 +23,7 @@ ROPE = """rope_type type rope_theta factor original_max_position_embeddings atte
 # Keys that transformers' classes read for training, generation or loading, and no forward of ours does.
 NO_EFFECT = (
     r".*(dropout|_pdrop).*|initializer_.*|use_cache|output_hidden_states|return_dict|dtype|"
-    r"transformers_version|tie_word_embeddings|is_encoder_decoder|(bos|eos|sep|cls|mask)_token_id|"
+    r"transformers_version|tie_word_embeddings|is_encoder_decoder|(bos|eos|sep|cls|mask|pad)_token_id|"
     r"decoder_start_token_id|sparse_pred.*|summary_.*|auto_map|model_type|"
     r"(matryoshka_dimensions|is_matryoshka)|deterministic_flash_attn|architectures|max_window_layers"
 )

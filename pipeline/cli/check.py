@@ -44,15 +44,18 @@ class Findings:
     models: dict[str, ModelInfo] = field(default_factory=dict)
 
 
-def check(config: Path | None, pairs: Sequence[str]) -> int:
-    """Print the plan; 0 when `serve` would start, else 1."""
+def check(config: Path | None, pairs: Sequence[str], *, verify: bool = False) -> int:
+    """Print the plan; 0 when `serve` would start, else 1.
+
+    verify: ask each model's own library for a second opinion; one that differs is a problem.
+    """
     configure_one_off_logging()
     try:
         settings = load_settings(config, pairs)
     except OperatorError as error:
         note_error(str(error))
         return ExitStatus.ERROR
-    findings = run_async(_find(settings))
+    findings = run_async(_find(settings, verify))
     _print_plan(settings, findings)
     for notice in findings.notices:
         note_error(f"note: {notice}")
@@ -61,7 +64,7 @@ def check(config: Path | None, pairs: Sequence[str]) -> int:
     return ExitStatus.ERROR if findings.problems else ExitStatus.OK
 
 
-async def _find(settings: Settings) -> Findings:
+async def _find(settings: Settings, verify: bool) -> Findings:
     findings = Findings()
     if not settings.routes:
         findings.problems.append(
@@ -71,7 +74,7 @@ async def _find(settings: Settings) -> Findings:
         await _reach_all(settings, findings)
     for name in settings.models:
         with working(f"loading model {name}"):
-            await _load(settings, name, findings)
+            await _load(settings, name, findings, verify)
     return findings
 
 
@@ -99,7 +102,7 @@ async def _reach_all(settings: Settings, findings: Findings) -> None:
             findings.notices.extend(f"route {route.name}: {notice}" for notice in notices)
 
 
-async def _load(settings: Settings, name: str, findings: Findings) -> None:
+async def _load(settings: Settings, name: str, findings: Findings, verify: bool) -> None:
     """Load one model and let it go, so that the pool need not fit into memory at once here."""
     from pipeline.model_pool import load_models
 
@@ -110,6 +113,15 @@ async def _load(settings: Settings, name: str, findings: Findings) -> None:
         findings.problems.append(str(error))
         return
     findings.models[name] = loaded.infos[name]
+    if verify:
+        from gpu.verify import second_opinion
+
+        opinion = await asyncio.to_thread(second_opinion, loaded.runners[name])
+        findings.notices.append(f"model {name}: {opinion.told()}")
+        if opinion.worst is not None and not opinion.agrees:
+            findings.problems.append(
+                f"model {name}: its vectors are not its library's; do not serve it, and report the folder"
+            )
     loaded.close()
 
 

@@ -322,7 +322,17 @@ def _ask(
 
 
 @app.command()
-def check(config: ConfigOption = None, set_: SetOption = None) -> int:
+def check(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Embed a few texts with each model's own library too, and print the worst difference.",
+        ),
+    ] = False,
+) -> int:
     """Would `serve` start? Says what to fix.
 
     Checks the settings, reaches every broker, loads every model and prints the effective plan.
@@ -331,7 +341,7 @@ def check(config: ConfigOption = None, set_: SetOption = None) -> int:
     """
     from pipeline.cli.check import check as run
 
-    return run(config, set_ or [])
+    return run(config, set_ or [], verify=verify)
 
 
 @app.command("config")

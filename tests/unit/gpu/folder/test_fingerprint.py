@@ -1,10 +1,12 @@
-"""The fingerprint follows the tensors that are read, and nothing that is no part of the model."""
+"""The fingerprint changes exactly when a vector does: every value of every file of three folders, changed."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,80 @@ def answers(folder: Path) -> tuple[str, list[bytes]] | None:
             found.append(values.tobytes())
         found.extend(b"refused" for item in encoded.items if isinstance(item, EmbedstreamError))
     return runner.info.fingerprint, found
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values in place of one: what an editor, or another version of a library, would write."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.25]
+    if isinstance(value, str):
+        return [value + "x"]
+    return [1] if value is None else []
+
+
+def mutations(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(place, new value) for every value; of a long list or table every twentieth entry."""
+    if isinstance(data, dict | list):
+        entries = list(data.items() if isinstance(data, dict) else enumerate(data))
+        for key, value in entries[:: 20 if len(entries) > 40 else 1]:
+            yield from mutations(value, (*path, key))
+    else:
+        for value in changed(data):
+            yield path, value
+
+
+def mutated(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    data = copy.deepcopy(data)
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return data
+
+
+# Values that change what some text becomes, but none of `TEXTS` in every case; and the prompt's own words,
+# which stand in the reply.
+OF_OTHER_TEXTS = (
+    "tokenizer.json model.",
+    "tokenizer.json normalizer.",
+    "tokenizer.json pre_tokenizer.",
+    "config_sentence_transformers.json prompts.",
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_whatever_changes_a_number_changes_it_and_nothing_else_does(
+    tmp_path: Path, kind: str
+) -> None:
+    """K09"""
+    folder = FOLDERS[kind](tmp_path / "m")
+    first = answers(folder)
+    assert first is not None and answers(folder) == first
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    for file in sorted(folder.rglob("*.json")):
+        original = file.read_text(encoding="utf-8")
+        for place, value in mutations(json.loads(original)):
+            file.write_text(json.dumps(mutated(json.loads(original), place, value)))
+            now = answers(folder)
+            name = f"{file.relative_to(folder)} {'.'.join(map(str, place))} = {value!r}"
+            if now is None:
+                counts["refused"] += 1
+            elif (now[0] != first[0]) == (now[1] != first[1]):
+                counts["both" if now[0] != first[0] else "neither"] += 1
+            elif now[0] != first[0] and name.startswith(OF_OTHER_TEXTS):
+                counts["of other texts"] += 1
+            else:
+                wrong.append(f"{name}: {'fingerprint' if now[0] != first[0] else 'numbers'} alone")
+        file.write_text(original)
+    print(kind, dict(counts))
+    assert not wrong, "\n".join(wrong)
+    assert counts["both"] >= 5 and counts["neither"] >= 5 and counts["refused"] >= 5
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

@@ -1,0 +1,170 @@
+"""A second opinion: the same texts through the model's own library and through us, compared.
+
+Who calls it: `embedstream check --verify`, with a loaded runner; never `serve`.
+What must stay true: the library reads the folder itself, and gets nothing from our reading of it; a model that
+it cannot give an opinion on is said to have none, never called right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpu.batch import Float32, Runner, pack, scatter
+from gpu.folder.outputs import SpladeSpec
+from gpu.folder.spec import ModelSpec
+from schemas.errors import EmbedstreamError
+from schemas.requests import Document, EmbedRequest, RerankRequest, Text
+
+TEXTS = (
+    " . ",
+    "a",
+    "What is the capital of France?",
+    "THE QUICK BROWN FOX",
+    "na\u00efve caf\u00e9 \u00fcber stra\u00dfe",
+    "\u4e2d\u6587\u548c\u65e5\u672c\u8a9e\u306e\u6587\u7ae0",
+    "emoji \U0001f600 and \U0001f1eb\U0001f1f7",
+    "tabs\tand\nnew lines  and   spaces",
+    "https://example.org/a?b=c&d=1 0x1F 3.14159",
+    "query: passage: represent this sentence: instruct",
+    "def f(x):\n    return x[0] + {1: 2}[x]",
+    "a long text of many words " * 120,
+)
+"""Near-empty, long, upper case, accents, other scripts, emoji, white space, code, words of prompts."""
+TOLERANCE = (
+    1e-4  # of float32 on the CPU, absolute, for vectors of length 1; logits relative to their size
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """library: whose; worst: the largest difference of any component, None without an opinion."""
+
+    library: str
+    worst: float | None = None
+    why: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return self.worst is not None and self.worst <= TOLERANCE
+
+    def told(self) -> str:
+        """One line for `check`."""
+        if self.worst is None:
+            return f"second opinion: none, {self.why}"
+        verdict = "agrees" if self.agrees else "DIFFERS"
+        return (
+            f"second opinion: {self.library} {verdict}, worst difference {self.worst:.1e} "
+            f"over {len(TEXTS)} texts"
+        )
+
+
+def second_opinion(runner: Runner) -> Opinion:
+    """The worst difference to what the model's library gives for `TEXTS`; texts that are too long are
+    cut on both sides, special tokens in texts are left out (the libraries parse them, we do not)."""
+    spec: ModelSpec | None = getattr(runner, "spec", None)
+    if spec is None:
+        return Opinion("", why="the model has no folder")
+    try:
+        import sentence_transformers  # noqa: F401
+    except ImportError:
+        return Opinion("", why="sentence-transformers is not installed")
+    compare = _comparison(spec)
+    if isinstance(compare, str):
+        return Opinion("sentence-transformers", why=compare)
+    try:
+        return Opinion("sentence-transformers", compare(runner, spec))
+    except Exception as error:  # noqa: BLE001 - another library's failure is no verdict on us
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        return Opinion("sentence-transformers", why=f"it failed: {type(error).__name__}: {line}")
+
+
+def _comparison(spec: ModelSpec) -> Callable[[Runner, ModelSpec], float] | str:
+    """How to compare; a text: why not."""
+    if spec.label_head is not None or spec.multivector is not None:
+        return "label tokens and token-level vectors are compared in the test suite alone"
+    if isinstance(spec.sparse, SpladeSpec):
+        return _sparse
+    if "rerank" in spec.tasks:
+        return _scores
+    if spec.head:
+        return "several labels are compared in the test suite alone"
+    if not (spec.folder / "modules.json").is_file():
+        return "the folder names no modules, so its library would guess the pooling"
+    return _vectors
+
+
+def _vectors(runner: Runner, spec: ModelSpec) -> float:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(spec.folder), device="cpu", local_files_only=True)
+    ours = np.stack([_one(outcome).dense for outcome in _embed(runner)])
+    theirs = np.stack([np.asarray(model.encode(text)) for text in TEXTS])
+    return _worst(ours, theirs)
+
+
+def _sparse(runner: Runner, spec: ModelSpec) -> float:
+    from sentence_transformers import SparseEncoder
+
+    model = SparseEncoder(str(spec.folder), device="cpu", local_files_only=True)
+    worst = 0.0
+    for text, outcome in zip(TEXTS, _embed(runner), strict=True):
+        row = model.encode([text], convert_to_sparse_tensor=False)[0].numpy()
+        ours = np.zeros_like(row)
+        indices, weights = _one(outcome).sparse
+        ours[indices] = weights
+        worst = max(worst, _worst(ours, row))
+    return worst
+
+
+def _scores(runner: Runner, spec: ModelSpec) -> float:
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(
+        str(spec.folder), device="cpu", local_files_only=True, activation_fn=torch.nn.Identity()
+    )
+    query = TEXTS[2]
+    request = RerankRequest(
+        id="verify",
+        query=query,
+        documents=tuple(Document(text=text) for text in TEXTS),
+        raw_scores=True,
+        truncate="right",
+    )
+    ours = np.array([float(_one(outcome).scores[0]) for outcome in _outcomes(runner, request)])
+    theirs = np.array([float(model.predict([(query, text)])[0]) for text in TEXTS])
+    return _worst(ours, theirs)
+
+
+def _embed(runner: Runner) -> list[Any]:
+    request = EmbedRequest(id="verify", input=tuple(map(Text, TEXTS)), truncate="right")
+    return _outcomes(runner, request)
+
+
+def _outcomes(runner: Runner, request: Any) -> list[Any]:
+    encoded = runner.encoder.encode([request])[0]
+    if isinstance(encoded, EmbedstreamError):
+        raise encoded
+    for item in encoded.items:
+        if isinstance(item, EmbedstreamError):
+            raise item
+    batch = pack(encoded.items)  # type: ignore[arg-type]
+    return scatter(batch, runner.forward(batch))
+
+
+def _one(outcome: Any) -> Any:
+    if isinstance(outcome, EmbedstreamError):
+        raise outcome
+    return outcome
+
+
+def _worst(ours: Float32, theirs: Float32) -> float:
+    """Absolute where values are small, relative to the largest where they are not."""
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"shapes {a.shape} and {b.shape}")
+    return float(np.abs(a - b).max() / max(1.0, float(np.abs(b).max())))

@@ -1,0 +1,75 @@
+"""`check --verify`: the second opinion agrees on right folders, and says so when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu.load import make_runner_factory
+from gpu.verify import TEXTS, second_opinion
+from tests.support.models import edit_json, write_model
+
+FOLDERS: dict[str, dict[str, Any]] = {
+    "bert": {"dense": 8},
+    "xlm-roberta": {"labels": 1, "pooling": None},
+    "modernbert": {"pooling": "cls"},
+    "mpnet": {"max_seq_length": 60},  # its library counts two positions more than there are
+    "qwen3": {"pooling": "lasttoken"},
+    "gemma3_text": {},
+    "llama": {"pooling": "lasttoken"},
+    "eurobert": {},
+    "gte": {"pooling": "cls"},
+    "albert": {},
+}
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_the_library_agrees_on_seeded_folders(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path / "m", family, **FOLDERS[family])
+    edit_json(folder / "tokenizer_config.json", model_max_length=60)
+    opinion = second_opinion(make_runner_factory("m", folder)())
+    assert opinion.agrees and opinion.worst is not None and opinion.worst <= 1e-5, opinion
+    assert f"over {len(TEXTS)} texts" in opinion.told()
+
+
+def test_a_folder_that_is_served_wrong_is_told(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "bert")
+    runner = make_runner_factory("m", folder)()
+    edit_json(
+        folder / "1_Pooling" / "config.json",
+        pooling_mode_mean_tokens=False,
+        pooling_mode_cls_token=True,
+    )
+    opinion = second_opinion(runner)
+    assert not opinion.agrees and "DIFFERS" in opinion.told()
+
+
+def test_no_opinion_is_no_agreement(tmp_path: Path) -> None:
+    runner = make_runner_factory("m", write_model(tmp_path / "m", "qwen3", pooling=None))()
+    opinion = second_opinion(runner)
+    assert opinion.worst is None and not opinion.agrees
+    assert "would guess the pooling" in opinion.told()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all-MiniLM-L6-v2",
+        "bge-small-en-v1.5",
+        "e5-small-v2",
+        "ms-marco-MiniLM-L-12-v2",
+        "splade-tiny",
+    ],
+)
+def test_the_library_agrees_on_packaged_models(
+    packaged_model: Callable[[str], Path], name: str
+) -> None:
+    opinion = second_opinion(make_runner_factory("m", packaged_model(name))())
+    print(name, opinion)
+    assert opinion.worst is not None and np.isfinite(opinion.worst) and opinion.agrees, opinion
