@@ -13,7 +13,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import MessageSizeTooLargeError
 
 from actors.ports import PublishError, RecordTooLargeForBroker
-from pipeline.local.servers import ApacheKafka
+from pipeline.local.kafka import ApacheKafka
 from pipeline.transports.kafka.sink import KafkaSink
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.transport_suite import WAIT_S, collect, nothing_comes, running
