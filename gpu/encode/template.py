@@ -46,9 +46,10 @@ class Template:
         """Special tokens of a pair."""
         return len(self.pair_prefix) + len(self.pair_middle) + len(self.pair_suffix)
 
-    def as_lists(self, *, pairs: bool) -> list[Any]:
-        """Plain values, for the fingerprint. pairs: those of a pair too."""
-        fields = self.__slots__ if pairs else ("prefix", "suffix")
+    def as_lists(self, *, pairs: bool, types: bool) -> list[Any]:
+        """Plain values, for the fingerprint. pairs: those of a pair too; types: and its segment ids."""
+        fields = [name for name in self.__slots__ if pairs or not name.startswith(("pair", "type"))]
+        fields = [name for name in fields if types or "type" not in name]
         return [
             value.tolist() if isinstance(value, np.ndarray) else value
             for value in (getattr(self, field) for field in fields)

@@ -112,9 +112,9 @@ class TextEncoder:
         }
         leads = {name: lead.tolist() for name, (lead, _) in self._prompts.items()}
         pairs = "rerank" in spec.tasks
-        around = [
-            token_types and pairs, self._template.as_lists(pairs=pairs), self._control.as_lists(), leads,
-        ]  # fmt: skip
+        types = token_types and pairs
+        own = self._template.as_lists(pairs=pairs, types=types)
+        around = [types, own, self._control.as_lists(), leads]
         # What only the tokenizer could tell.
         self.spec = spec = dataclasses.replace(
             spec,
