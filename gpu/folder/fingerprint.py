@@ -17,13 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu.folder.decoders import length_dependent
 from gpu.folder.stored import header, weight_files
 
 if TYPE_CHECKING:
     from gpu.folder.modules import DenseSpec
 
 _MEANING = (
-    "tasks", "pooling", "include_prompt", "normalize", "max_tokens",
+    "tasks", "pooling", "normalize", "max_tokens",
     "position_offset", "labels", "score_activation", "label_activation", "prompts",
     "default_prompt_name",
 )  # fmt: skip
@@ -82,8 +83,13 @@ def fingerprint_of(
     for name in _MEANING:
         value = meaning.get(name)
         parts[name] = sorted(value) if isinstance(value, frozenset) else value
+    if meaning.get("pooling") != "last_token":  # which no prompt moves
+        parts["include_prompt"] = meaning.get("include_prompt")
+    known = meaning.get("config") or {}
+    if length_dependent(known) is not None:
+        parts["positions"] = known.get("max_position_embeddings")
     if meaning.get("head"):
-        parts["pad"] = (meaning.get("config") or {}).get("pad_token_id")  # some heads look for it
+        parts["pad"] = known.get("pad_token_id")  # some heads look for it
     for name in ("pairs", "label_head", "causal"):  # only some models have these
         if meaning.get(name) is not None:
             parts[name] = repr(meaning[name])

@@ -25,7 +25,7 @@ NO_EFFECT = (
     r".*(dropout|_pdrop).*|initializer_.*|use_cache|output_hidden_states|return_dict|dtype|"
     r"transformers_version|tie_word_embeddings|is_encoder_decoder|(bos|eos|sep|cls|mask|pad)_token_id|"
     r"decoder_start_token_id|sparse_pred.*|summary_.*|auto_map|model_type|"
-    r"(matryoshka_dimensions|is_matryoshka)|label2id|deterministic_flash_attn|architectures|max_window_layers"
+    r"(matryoshka_dimensions|is_matryoshka)|label2id|deterministic_flash_attn|architectures|max_position_embeddings"
 )
 # Read by classification heads, or by us for one.
 HEAD_ONLY = (

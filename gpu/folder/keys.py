@@ -81,7 +81,10 @@ class KeyReader:
         """Keys of config.json with an effect on what is computed, for the fingerprint. head: the model has
         a classification head."""
         skipped = re.compile(NO_EFFECT if head else f"{NO_EFFECT}|{HEAD_ONLY}")
-        return {name: v for name, v in self._config.items() if not skipped.fullmatch(name)}
+        found = {name: v for name, v in self._config.items() if not skipped.fullmatch(name)}
+        if found.get("use_sliding_window") is False:  # transformers then drops the window
+            found = {name: v for name, v in found.items() if name not in _OF_THE_WINDOW}
+        return found
 
     def check(self, path: Path, data: Any, kind: str) -> None:
         """Every key of one file. kind: a name of `ROWS`. Raises `ModelLoadError` with the key's name."""
@@ -140,6 +143,9 @@ class KeyReader:
     def _remember(self, path: Path, name: str) -> None:
         file = path.relative_to(self._root) if path.is_relative_to(self._root) else path.name
         self._honoured[f"{file}: {name}"] = None
+
+
+_OF_THE_WINDOW = ("sliding_window", "max_window_layers")
 
 
 def _read_status(without: bool) -> Status:

@@ -136,6 +136,7 @@ OF_OTHER_TEXTS = (
     "tokenizer.json normalizer.",
     "tokenizer.json pre_tokenizer.",
     "config_sentence_transformers.json prompts.",
+    "config.json use_sliding_window",  # layer_types says which layers, where it is written
 )
 
 
