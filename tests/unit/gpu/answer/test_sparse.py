@@ -166,7 +166,7 @@ def test_the_runner_itself_refuses_an_output_that_it_lacks(splade: Any) -> None:
 
 def test_a_plain_masked_lm_needs_the_setting(tmp_path: Path) -> None:
     folder = write_splade(tmp_path / "m", modules=False)
-    with pytest.raises(ModelLoadError, match="no known task"):
+    with pytest.raises(ModelLoadError, match="says nothing about its vectors"):
         load_spec(folder)
     runner = make_runner_factory("m", folder, pooling="splade")()
     described = make_runner_factory("m", write_splade(tmp_path / "n"))()
