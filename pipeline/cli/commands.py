@@ -26,7 +26,9 @@ from pipeline.cli.options import (
     SetOption,
     TimeoutOption,
     TruncateOption,
+    VerifyOption,
     ViaOption,
+    boolean,
 )
 from pipeline.lifecycle import ExitStatus, OperatorError
 
@@ -212,7 +214,7 @@ def embed(
     """
     options = _given(
         dimensions=dimensions,
-        normalize=None if normalize is None else _boolean("--normalize", normalize),
+        normalize=None if normalize is None else boolean("--normalize", normalize),
         prompt_name=prompt_name,
         truncate=truncate,
     )
@@ -279,16 +281,6 @@ def _given(**options: Any) -> dict[str, Any]:
     return {k: v for k, v in options.items() if v is not None and v != unset.get(k)}
 
 
-def _boolean(name: str, text: str) -> bool:
-    """The one boolean rule of settings, for an option of a command."""
-    from pipeline.settings.build import NotBoolean, parse_bool
-
-    try:
-        return parse_bool(text)
-    except NotBoolean as refused:
-        raise usage_error(f"{name} {refused}, not {text[:40]!r}; {refused.remedy}") from None
-
-
 def _ask(
     task: Literal["embed", "rerank", "classify"],
     texts: list[str],
@@ -325,13 +317,7 @@ def _ask(
 def check(
     config: ConfigOption = None,
     set_: SetOption = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Embed a few texts with each model's own library too, and print the worst difference.",
-        ),
-    ] = False,
+    verify: VerifyOption = False,
 ) -> int:
     """Would `serve` start? Says what to fix.
 

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipeline.cli.console import usage_error
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -54,3 +56,20 @@ TruncateOption = Annotated[
     Literal["error", "right", "left"],
     typer.Option("--truncate", help="Texts longer than the model takes: refuse, or cut that end."),
 ]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Embed a few texts with each model's own library too, and print the worst difference.",
+    ),
+]
+
+
+def boolean(name: str, text: str) -> bool:
+    """The one boolean rule of settings, for an option of a command."""
+    from pipeline.settings.build import NotBoolean, parse_bool
+
+    try:
+        return parse_bool(text)
+    except NotBoolean as refused:
+        raise usage_error(f"{name} {refused}, not {text[:40]!r}; {refused.remedy}") from None

@@ -681,7 +681,7 @@ def test_shells_get_a_script_and_completions(shell: str, environment: dict[str, 
 
     assert "_EMBEDSTREAM_COMPLETE=complete_" + shell in ask(f"source_{shell}")
     assert "embed" in ask(f"complete_{shell}") and "rerank" not in ask(f"complete_{shell}")
-    assert f"source_{shell}" in (ROOT / "README.md").read_text()
+    assert f"source_{shell}" in (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_models_list_and_fetch(
