@@ -289,6 +289,7 @@ async def note_letters(consumer: AIOKafkaConsumer, found: set[str]) -> None:
         found |= {record.key.decode() for record in records}
 
 
+@pytest.mark.real_kafka
 async def test_a_record_that_kills_the_process_is_given_up_and_its_neighbours_are_answered(
     kafka_server: ServerInfo, tmp_path: Path
 ) -> None:
