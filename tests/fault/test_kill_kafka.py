@@ -206,33 +206,6 @@ async def test_a_second_signal_exits_at_once(kafka_server: ServerInfo, tmp_path:
             assert await asyncio.to_thread(service.wait) == 128 + signal.SIGTERM, service.log()
 
 
-async def test_poison_records_are_dead_lettered_and_the_partition_moves_on(
-    kafka_server: ServerInfo, tmp_path: Path
-) -> None:
-    """E13, E14, D08: garbage, truncated msgpack, JSON array, pickle, empty, tombstone; then a good one."""
-    bench = Bench(kafka_server.address)
-    await bench.create(1)
-    bad = [b"\xff\x00", b"\x82\xa2id", b"[1,2]", b"\x80\x04\x95K\x01.", b""]
-    async with bench.reading(bench.replies, 1) as consumer:
-        with service_process(bench.config(), tmp_path):
-            async with AIOKafkaProducer(bootstrap_servers=bench.address) as producer:
-                for body in bad:
-                    await producer.send_and_wait(bench.topic, body, key=b"bad")
-                await producer.send_and_wait(bench.topic, None, key=b"tombstone")
-            await bench.produce({"good": {"input": "still alive"}})
-            seen: Counter[str] = Counter()
-            await collect(consumer, {"good"}, seen, {})
-    letters = []
-    async with bench.reading(bench.dead_letters, 1) as consumer:
-        while len(letters) < len(bad):
-            for records in (await consumer.getmany(timeout_ms=500)).values():
-                letters.extend(records)
-    assert sorted(letter.value for letter in letters) == sorted(bad)
-    headers = dict(letters[0].headers)
-    assert headers["embedstream-kind"] == b"unprocessable"
-    assert bench.topic.encode() in headers["embedstream-origin"]
-
-
 async def test_a_forward_longer_than_poll_interval_and_session_is_done_once(
     kafka_server: ServerInfo, tmp_path: Path
 ) -> None:
