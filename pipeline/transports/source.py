@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from actors.ports import Clock, Delivery, Metrics, NoMetrics, SourceStatus, SystemClock, Withdraw
 from pipeline.transports.delivery import HandOff, HeldDelivery, Redelivery
@@ -162,6 +162,14 @@ class BrokerSource(SourceBase, ABC):
         self._run_ended.set()
 
     @abstractmethod
+    async def open(self) -> None:
+        """Connect. Raises `ConnectionError`."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """See `actors.ports.Source`."""
+
+    @abstractmethod
     def _loops(self) -> Iterable[Coroutine[Any, Any, None]]:
         """What runs beside each other: polling, housekeeping."""
 
@@ -183,6 +191,19 @@ class BrokerSource(SourceBase, ABC):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(bound_s):
                 await self._run_ended.wait()
+
+
+S = TypeVar("S", bound=BrokerSource)
+
+
+async def opened(source: S) -> S:
+    """It, connected. Raises `ConnectionError`; nothing stays open then."""
+    try:
+        await source.open()
+    except BaseException:
+        await source.aclose()
+        raise
+    return source
 
 
 def number(delivery: HeldDelivery) -> int:

@@ -141,7 +141,7 @@ async def test_stop_is_bounded_while_a_rebalance_is_pending(harness: KafkaHarnes
         (held,) = await collect(slow.source, 1, settle=False)
         async with running(harness.options(drain_budget_s=10, close_timeout_s=0.5)) as joining:
             async with asyncio.timeout(WAIT_S):
-                while not source_of(slow)._draining:
+                while not source_of(slow)._assignment.draining:
                     await asyncio.sleep(0.01)
             async with asyncio.timeout(5):
                 await joining.source.aclose()

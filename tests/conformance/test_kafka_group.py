@@ -47,7 +47,7 @@ async def test_second_member_joins_while_work_is_in_flight(harness: KafkaHarness
         held = await collect(first.source, 30, settle=False)
         async with running(harness.options(drain_budget_s=15)) as second:
             async with asyncio.timeout(WAIT_S):
-                while not source_of(first)._draining:
+                while not source_of(first)._assignment.draining:
                     await asyncio.sleep(0.01)
             for delivery in held:
                 delivery.settle()
@@ -161,7 +161,7 @@ async def test_draining_member_does_not_block_the_group(harness: KafkaHarness) -
         released.release("stopping")
         async with running(harness.options(drain_budget_s=30)) as second:
             async with asyncio.timeout(WAIT_S):
-                while not source_of(first)._draining:
+                while not source_of(first)._assignment.draining:
                     await asyncio.sleep(0.01)
             settled.settle()  # nothing else can finish here: the budget is not waited for
             await assigned(source_of(second), 1)

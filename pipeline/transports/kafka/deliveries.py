@@ -51,6 +51,14 @@ def partition_fields(partition: TopicPartition) -> dict[str, str | int]:
     return {"topic": partition.topic, "partition": partition.partition}
 
 
+def unreadable_record(partition: TopicPartition, offset: int, reason: str) -> ConsumerRecord:
+    """What stands for a record that cannot be fetched."""
+    value = UnreadableBatch(b"", offset, reason)
+    return ConsumerRecord(
+        partition.topic, partition.partition, offset, -1, -1, None, value, None, -1, 0, ()
+    )  # fmt: skip
+
+
 def delivery_of(
     owner: Owner,
     partition: TopicPartition,

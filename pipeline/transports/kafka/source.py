@@ -17,16 +17,12 @@ from typing import Any
 import msgspec
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import (
-    ConsumerStoppedError,
-    KafkaError,
-    RecordTooLargeError,
-)
+from aiokafka.errors import ConsumerStoppedError, KafkaError, RecordTooLargeError
 
 from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus, Withdraw
 from pipeline.transports.delivery import HeldDelivery
-from pipeline.transports.kafka.client_gaps import UnreadableBatch
+from pipeline.transports.kafka.assignment import Assignment
 from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
     Listener,
@@ -37,12 +33,11 @@ from pipeline.transports.kafka.consumer import (
     step_back,
     stop_consumer,
 )
-from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
+from pipeline.transports.kafka.deliveries import delivery_of, place_of, unreadable_record
 from pipeline.transports.kafka.offsets import COMMIT_TIMEOUT_S, Offsets
 from pipeline.transports.kafka.options import KafkaOptions
-from pipeline.transports.kafka.watermark import Watermarks
 from pipeline.transports.kafka.window import Window
-from pipeline.transports.source import BrokerSource
+from pipeline.transports.source import BrokerSource, opened
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +50,6 @@ _PROBE_S = 3.0
 _RETRY_FIRST_S = 0.2
 _RETRY_LONGEST_S = 5.0
 _MAX_FETCH_BYTES = 2**30
-_DRAIN_SHARE = 0.2
-"""Of the poll interval may a revoke take, at most."""
 
 
 class KafkaSource(BrokerSource):
@@ -65,21 +58,16 @@ class KafkaSource(BrokerSource):
     kind = "kafka"
 
     def __init__(
-        self,
-        options: KafkaOptions,
-        *,
-        clock: Clock | None = None,
-        metrics: Metrics | None = None,
+        self, options: KafkaOptions, *, clock: Clock | None = None, metrics: Metrics | None = None
     ) -> None:
         super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self._marks: Watermarks[TopicPartition] = Watermarks(options.max_in_flight_per_partition)
+        self._assignment = Assignment(options, self._hand_off, self._redelivery)
+        self._marks = self._assignment.marks
         self._fetch_bytes = options.max_partition_fetch_bytes
         self._offsets = Offsets(options, self._marks, self._metrics)
         self._window = Window(options, self._clock.monotonic())
         self._withdraw: Withdraw = lambda unwanted: 0
-        self._draining: set[TopicPartition] = set()
-        self._progress = asyncio.Event()  # a settle or release: a drain looks again
         self._sink_fault: Callable[[], str | None] = lambda: None
         self._alive = False
         self._fault = "not open"
@@ -113,9 +101,8 @@ class KafkaSource(BrokerSource):
 
     def is_withdrawn(self, delivery: HeldDelivery) -> bool:
         """Its partition is being revoked, or has been."""
-        partition, offset = place_of(delivery)
-        held = self._marks.holds(partition, delivery.epoch, offset)
-        return not held or partition in self._draining
+        ours = self._assignment.holds(delivery)
+        return not ours or place_of(delivery)[0] in self._assignment.draining
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`: the commit remembers it before the step begins."""
@@ -130,7 +117,7 @@ class KafkaSource(BrokerSource):
         return self._poll_forever(), self._keep_house()
 
     def stop_intake(self) -> None:
-        self._lose([*self._hand_off.close(), *self._redelivery.clear()])
+        self._assignment.lose([*self._hand_off.close(), *self._redelivery.clear()])
         self._wake.set()
 
     async def flush(self, deadline: Deadline) -> None:
@@ -145,7 +132,7 @@ class KafkaSource(BrokerSource):
     async def aclose(self) -> None:
         self.stop_intake()
         self._closing.set()
-        self._progress.set()
+        self._assignment.progress()
         await self._end_loops(self._options.close_timeout_s)
         consumer = self.consumer
         if consumer is not None:
@@ -158,9 +145,9 @@ class KafkaSource(BrokerSource):
     def status(self) -> SourceStatus:
         detail = self._fault or self._sink_fault() or ""
         able = self._alive and not detail
-        if not detail and not self._alive:
+        if not (detail or self._alive):
             detail = f"Kafka at {self._options.bootstrap} does not answer"
-        if not detail and not self._marks.partitions:
+        if not (detail or self._marks.partitions):
             detail = "no partition assigned yet"
         buffered = len(self._hand_off)
         in_flight = self._marks.in_flight() - buffered - len(self._redelivery)
@@ -170,26 +157,22 @@ class KafkaSource(BrokerSource):
     # --- outcomes -------------------------------------------------------------------------------
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        partition, offset = place_of(delivery)
-        if self._marks.settle(partition, delivery.epoch, offset):
-            self._marks[partition].held_bytes -= delivery.size_bytes
+        if self._assignment.settle(delivery):
             self._window.settled()
             self._wake.set()
-            self._progress.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        partition, offset = place_of(delivery)
-        if not self._marks.holds(partition, delivery.epoch, offset):
+        if not self._assignment.holds(delivery):
             return
         self._metrics.count("source_released_total", transport="kafka")
-        if partition in self._draining or self._hand_off.closed:
-            self._lose([delivery])
+        if self.is_withdrawn(delivery) or self._hand_off.closed:
+            self._assignment.lose([delivery])
         else:
             if self._sink_fault() is not None:
                 delivery.attempt -= 1  # it waits for the operator: that is nobody's attempt
             self._redelivery.add(delivery, self._clock.monotonic())
         self._tick.set()
-        self._progress.set()
+        self._assignment.progress()
 
     # --- polling --------------------------------------------------------------------------------
 
@@ -227,12 +210,8 @@ class KafkaSource(BrokerSource):
     async def _poll_once(self, consumer: AIOKafkaConsumer) -> None:
         self._wake.clear()
         count = self._chunk()
-        unknown = self._offsets.unknown
-        ready = [
-            partition
-            for partition in (self._marks.partitions if count else ())
-            if self._marks[partition].room >= count and partition not in unknown
-        ]
+        ready = self._assignment.with_room(count) if count else []
+        ready = [partition for partition in ready if partition not in self._offsets.unknown]
         if not ready:
             await poll(consumer, _NOBODY, timeout_ms=0)
             await self._woken(min(_IDLE_POLL_S, self._options.max_poll_interval_ms / 4000))
@@ -262,11 +241,10 @@ class KafkaSource(BrokerSource):
     def _chunk(self) -> int:
         """Records that one poll may take; 0 while nothing may be taken."""
         options = self._options
-        if self._hand_off.paused or self._hand_off.closed or self._draining:
+        if self._hand_off.paused or self._hand_off.closed or self._assignment.draining:
             return 0
-        if self._sink_fault() is not None:
-            return 0
-        if self._marks.held_bytes() >= options.max_in_flight_bytes:
+        full = self._marks.held_bytes() >= options.max_in_flight_bytes
+        if full or self._sink_fault() is not None:
             return 0
         room = max(0, self._window.size - self._marks.in_flight())
         # A quarter of the window: a partition takes part again once that much of it is free.
@@ -277,14 +255,7 @@ class KafkaSource(BrokerSource):
         self._last_record_at = now
         deliveries = []
         for record in records:
-            mark = self._marks[partition]
-            if record.offset <= mark.last_handed_out:
-                log.warning(
-                    "kafka_log_restarted", **partition_fields(partition), offset=record.offset
-                )
-                self._forget({partition})
-                self._marks.assign([partition])
-                mark = self._marks[partition]
+            mark = self._assignment.mark_of(partition, record.offset)
             mark.hand_out(record.offset)
             if record.offset in mark.known.done:  # finished before, by us or by another
                 mark.settle(record.offset)
@@ -299,14 +270,12 @@ class KafkaSource(BrokerSource):
         self._metrics.count("source_records_total", len(records), transport="kafka")
         self._hand_off.put(deliveries)
         if self._hand_off.closed:  # they came while intake was being stopped
-            self._lose(deliveries)
+            self._assignment.lose(deliveries)
 
     def _hand_out_unreadable(self, partition: TopicPartition, offset: int) -> None:
         """aiokafka has stepped over the offset; what stands there is longer than any fetch."""
-        value = UnreadableBatch(b"", offset, "the batch says a length that no fetch can hold")
-        record = ConsumerRecord(
-            partition.topic, partition.partition, offset, -1, -1, None, value, None, -1, 0, ()
-        )  # fmt: skip
+        reason = "the batch says a length that no fetch can hold"
+        record = unreadable_record(partition, offset, reason)
         self._hand_out(partition, [record])
 
     # --- rebalances -----------------------------------------------------------------------------
@@ -328,57 +297,25 @@ class KafkaSource(BrokerSource):
         if not ours:
             return
         consumer = self.consumer
-        self._draining = ours
+        assignment = self._assignment
         try:
-            self._lose(self._hand_off.discard(lambda held: place_of(held)[0] in ours))
-            self._lose(self._redelivery.discard(lambda held: place_of(held)[0] in ours))
             # Only what has begun is finished here; the rest is others' work now, not done twice.
-            withdrawn = self._withdraw(lambda one: self._is_of(one, ours))
+            withdrawn = assignment.begin_drain(ours, self, self._withdraw)
             log.info("kafka_revoked", partitions=len(ours), withdrawn=withdrawn)
-            budget_s = min(
-                self._options.drain_budget_s,
-                _DRAIN_SHARE * self._options.max_poll_interval_ms / 1000,
-            )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(budget_s):
-                    while self._unfinished(ours) > 0 and not self._closing.is_set():
-                        self._progress.clear()
-                        await self._progress.wait()
-            unfinished = self._unfinished(ours)
+            unfinished = await assignment.drained(self._closing)
             if consumer is not None:
                 await self._offsets.commit(consumer, COMMIT_TIMEOUT_S, clean=ours)
         finally:
-            self._draining = set()
+            assignment.draining = set()
             if self.consumer is consumer:
                 self._forget(ours)
         if unfinished > 0:
             log.warning("kafka_revoked_in_flight", records=unfinished, partitions=len(ours))
             self._metrics.count("source_dropped_total", unfinished, transport="kafka")
 
-    def _is_of(self, delivery: Delivery, partitions: set[TopicPartition]) -> bool:
-        return (
-            isinstance(delivery, HeldDelivery)
-            and delivery.is_of(self)
-            and place_of(delivery)[0] in partitions
-        )
-
-    def _unfinished(self, partitions: set[TopicPartition]) -> int:
-        """Records received and not settled, of partitions that are being revoked."""
-        return self._marks.in_flight(partitions) - self._marks.lost(partitions)
-
-    def _lose(self, deliveries: Iterable[HeldDelivery]) -> None:
-        """They stay unsettled: whoever has the partition next gets them."""
-        for delivery in deliveries:
-            partition, offset = place_of(delivery)
-            if self._marks.holds(partition, delivery.epoch, offset):
-                self._marks[partition].lost += 1
-
-    def _forget(self, partitions: set[TopicPartition]) -> None:
-        self._hand_off.discard(lambda held: place_of(held)[0] in partitions)
-        self._redelivery.discard(lambda held: place_of(held)[0] in partitions)
-        self._marks.revoke(partitions)
-        for partition in partitions:
-            self._offsets.unknown.discard(partition)
+    def _forget(self, partitions: Iterable[TopicPartition]) -> None:
+        self._assignment.forget(partitions)
+        self._offsets.unknown.difference_update(partitions)
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -409,8 +346,7 @@ class KafkaSource(BrokerSource):
 
     def _redeliver(self, now: float) -> None:
         for released in self._redelivery.pop_due(now):
-            partition, offset = place_of(released)
-            if self._marks.holds(partition, released.epoch, offset):
+            if self._assignment.holds(released):
                 self._hand_off.put([released.again(now)])
 
     async def _commit(self, bound_s: float) -> bool:
@@ -448,20 +384,14 @@ class KafkaSource(BrokerSource):
             if self.consumer is not consumer:
                 return  # the other task was faster
             self.consumer = None
-            self._forget(set(self._marks.partitions))
-            self._progress.set()
+            self._forget(self._marks.partitions)
+            self._assignment.progress()
             await stop_consumer(consumer, self._options.close_timeout_s)
 
 
 async def open_source(options: KafkaOptions, *, clock: Clock, metrics: Metrics) -> KafkaSource:
     """A connected source. Raises `ConnectionError`; nothing stays open then."""
-    source = KafkaSource(options, clock=clock, metrics=metrics)
-    try:
-        await source.open()
-    except BaseException:
-        await source.aclose()
-        raise
-    return source
+    return await opened(KafkaSource(options, clock=clock, metrics=metrics))
 
 
 async def reach(options: KafkaOptions) -> tuple[str, ...]:

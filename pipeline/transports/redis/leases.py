@@ -1,6 +1,6 @@
 """Leases of Redis stream entries: when to renew, and which may have been lost.
 
-Who calls it: `redis_streams.RedisSource`. Pure: `now` is passed in, seconds on one monotonic clock.
+Who calls it: `source.RedisSource`. `now` is passed in, seconds on one monotonic clock.
 What must stay true: while the owner lives and reaches the server, an entry is renewed at half of its
 idle limit, so nobody claims it however long its work takes; entries that could not be renewed in
 time are named, so that the owner knows that a duplicate is possible.
@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Protocol
 
 RENEW_AT = 0.5
 """Share of the idle limit after which a lease is renewed: one renewal may fail and be repeated."""
+
+_RENEW_BATCH = 500
+
+
+class LeaseCommands(Protocol):
+    """What the server is asked, as `group.GroupCommands` asks it."""
+
+    async def owned(self, entries: list[str]) -> set[str]: ...
+    async def renew(self, entries: list[str]) -> set[str]: ...
 
 
 class Leases:
@@ -65,3 +75,19 @@ class Leases:
                 break
             found.append(entry)
         return found
+
+
+async def keep(leases: Leases, commands: LeaseCommands, now: float) -> list[str]:
+    """Renew what is due; returns the entries that another consumer took while we were stalled."""
+    lost = []
+    if overdue := set(leases.overdue(now)):  # by now they may be another's, who must not be robbed
+        lost = sorted(overdue - await commands.owned(sorted(overdue)))
+        for entry in lost:
+            leases.drop(entry)
+    while due := leases.due(now, _RENEW_BATCH):
+        renewed = await commands.renew(due)
+        leases.hold([entry for entry in due if entry in renewed], now)
+        for entry in due:
+            if entry not in renewed:  # settled by somebody else, or the stream is gone
+                leases.drop(entry)
+    return lost

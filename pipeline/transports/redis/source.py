@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -33,12 +33,13 @@ from pipeline.transports.redis.client import (
     reconnect_if_wrong,
     survey,
 )
+from pipeline.transports.redis.deliveries import Held, delivery_of, entry_of
 from pipeline.transports.redis.errors import describe
 from pipeline.transports.redis.group import Entry, GroupCommands
 from pipeline.transports.redis.health import Health
-from pipeline.transports.redis.leases import Leases
-from pipeline.transports.redis.options import DATA_FIELD, RedisOptions
-from pipeline.transports.source import BrokerSource
+from pipeline.transports.redis.leases import Leases, keep
+from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.source import BrokerSource, opened
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +50,6 @@ _CLAIM_BATCH = 100
 _CLEAN_EVERY_CLAIMS = 12
 _DEAD_AFTER_IDLES = 10
 """A consumer without pending entries is removed once idle for this many `claim_idle_ms`."""
-_MAX_HEADERS = 500
-"""Fields of one entry beside the record; the sink writes a few more in a dead letter."""
-_SHOWN_NAMES, _SHOWN_CHARS = 8, 40
-_ANSWERED_BY = ("reply-to", "request-id", "content-type")
-"""The headers without which a damaged entry could not be answered."""
 _TROUBLE = (RedisError, OSError, TimeoutError)
 
 
@@ -63,11 +59,7 @@ class RedisSource(BrokerSource):
     kind = "redis"
 
     def __init__(
-        self,
-        options: RedisOptions,
-        *,
-        clock: Clock | None = None,
-        metrics: Metrics | None = None,
+        self, options: RedisOptions, *, clock: Clock | None = None, metrics: Metrics | None = None
     ) -> None:
         super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
@@ -80,8 +72,7 @@ class RedisSource(BrokerSource):
         self._reads = GroupCommands(self._reader, options, self.consumer)
         self._leases = Leases(options.claim_idle_ms / 1000)
         self._epoch = 0  # grows when the stream vanished: its ids may then be given again
-        self._held: dict[tuple[int, str], HeldDelivery] = {}
-        self._held_bytes = 0
+        self._held = Held()
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
         self._claim_cursor = "0-0"
@@ -147,7 +138,7 @@ class RedisSource(BrokerSource):
         """The server's delivery count of an entry is the number of its next attempt."""
         held = [d for d in deliveries if isinstance(d, HeldDelivery) and d.epoch == self._epoch]
         try:
-            await self._commands.set_counts({_id(d): d.attempt + more for d in held})
+            await self._commands.set_counts({entry_of(d): d.attempt + more for d in held})
         except _TROUBLE as error:
             log.warning("attempts_not_counted", entries=len(held), error=describe(error))
 
@@ -157,12 +148,12 @@ class RedisSource(BrokerSource):
         self._let_go(delivery)
         if delivery.epoch == self._epoch:
             # Even when the lease was lost: the reply is out, nobody needs to do it again.
-            self._settled[_id(delivery)] = None
+            self._settled[entry_of(delivery)] = None
         self._tick.set()
         self._wake.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:
-        if _key(delivery) not in self._held:
+        if delivery not in self._held:
             return
         self._metrics.count("source_released_total", transport="redis")
         if self._hand_off.closed:
@@ -173,13 +164,12 @@ class RedisSource(BrokerSource):
 
     def _let_go(self, delivery: HeldDelivery) -> None:
         if delivery.epoch == self._epoch:
-            self._leases.drop(_id(delivery))
-        if self._held.pop(_key(delivery), None) is not None:
-            self._held_bytes -= delivery.size_bytes
+            self._leases.drop(entry_of(delivery))
+        self._held.drop(delivery)
 
     def _knows(self, entry: str) -> bool:
         """In our hands, or settled and about to be acknowledged."""
-        return (self._epoch, entry) in self._held or entry in self._settled
+        return self._held.has(self._epoch, entry) or entry in self._settled
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -232,9 +222,8 @@ class RedisSource(BrokerSource):
         await self._take_over([entry for entry in page if not self._knows(entry)])
 
     def _room(self) -> int:
-        if self._hand_off.paused or self._hand_off.closed:
-            return 0
-        if self._held_bytes >= self._options.max_in_flight_bytes:
+        full = self._held.size_bytes >= self._options.max_in_flight_bytes
+        if self._hand_off.paused or self._hand_off.closed or full:
             return 0
         room = self._options.max_in_flight - len(self._held) - len(self._settled)
         return max(0, min(room, self._options.max_receive))
@@ -255,46 +244,22 @@ class RedisSource(BrokerSource):
         if entries:
             self._tick.set()
             self._metrics.count("source_records_gone_total", len(entries), transport="redis")
-            log.warning(
-                "redis_entries_gone",
-                stream=self._options.stream,
-                entries=len(entries),
-                first=entries[0],
-            )
+            fields = {"entries": len(entries), "first": entries[0]}
+            log.warning("redis_entries_gone", stream=self._options.stream, **fields)
 
     def _hand_out(self, entries: list[tuple[Entry, int]], *, redelivered: bool = False) -> None:
         if not entries:
             return
         now = self._clock.monotonic()
-        deliveries = []
-        for entry, attempt in entries:
-            if self._knows(entry.id):
-                continue  # the other loop took it over while we waited for its count
-            fields = dict(entry.fields or {})
-            damage = None if DATA_FIELD in fields else _no_data(fields)
-            body = fields.pop(DATA_FIELD, b"")
-            if len(fields) > _MAX_HEADERS:
-                damage = f"the entry has {len(fields)} fields beside data, at most {_MAX_HEADERS} are read"
-                read = [*fields][:_MAX_HEADERS] + [n for n in _ANSWERED_BY if n in fields]
-                fields = {name: fields[name] for name in read}
-            delivery = HeldDelivery(
-                self,
-                entry.id,
-                body=body,
-                headers=fields,
-                damage=damage,
-                key=None,
-                default_id=entry.id,
-                received_at=now,
-                origin={"transport": "redis", "stream": self._options.stream, "id": entry.id},
-                attempt=attempt,
-                redelivered=redelivered,
-                epoch=self._epoch,
-            )
-            self._held[_key(delivery)] = delivery
-            self._held_bytes += delivery.size_bytes
-            deliveries.append(delivery)
-        self._leases.hold([_id(delivery) for delivery in deliveries], now)
+        stream, epoch = self._options.stream, self._epoch
+        deliveries = [
+            delivery_of(self, stream, entry, attempt, now, epoch=epoch, again=redelivered)
+            for entry, attempt in entries
+            if not self._knows(entry.id)  # the other loop took it over while we asked for its count
+        ]
+        for delivery in deliveries:
+            self._held.add(delivery)
+        self._leases.hold([entry_of(delivery) for delivery in deliveries], now)
         self._metrics.count("source_records_total", len(deliveries), transport="redis")
         self._hand_off.put(deliveries)
         if self._hand_off.closed:  # they came while intake was being stopped
@@ -332,7 +297,9 @@ class RedisSource(BrokerSource):
                     await self._commands.prove()
                 await self._redeliver()
                 await self._settle_batch()
-                await self._renew()
+                for entry in await keep(self._leases, self._commands, self._clock.monotonic()):
+                    self._metrics.count("source_leases_lost_total", transport="redis")
+                    log.warning("redis_lease_lost", stream=self._options.stream, id=entry)
                 if self._clock.monotonic() >= next_claim:
                     next_claim = self._clock.monotonic() + interval_s
                     claims += 1
@@ -376,32 +343,15 @@ class RedisSource(BrokerSource):
 
     async def _redeliver(self) -> None:
         released = self._redelivery.pop_due(self._clock.monotonic())
-        again = [d.again(self._clock.monotonic()) for d in released if _key(d) in self._held]
+        again = [d.again(self._clock.monotonic()) for d in released if d in self._held]
         if not again:
             return
         for delivery in again:
-            self._held[_key(delivery)] = delivery
+            self._held.add(delivery)
         self._hand_off.put(again)
         # Kept on the server too, so that attempts survive our death.
-        current = {_id(d): d.attempt for d in again if d.epoch == self._epoch}
+        current = {entry_of(d): d.attempt for d in again if d.epoch == self._epoch}
         await self._commands.set_counts(current)
-
-    async def _renew(self) -> None:
-        now = self._clock.monotonic()
-        overdue = set(self._leases.overdue(now))
-        if overdue:
-            # We were stalled: another consumer may hold them by now, and must not be robbed.
-            owned = await self._commands.owned(sorted(overdue))
-            for entry in overdue - owned:
-                self._leases.drop(entry)
-                self._metrics.count("source_leases_lost_total", transport="redis")
-                log.warning("redis_lease_lost", stream=self._options.stream, id=entry)
-        while due := self._leases.due(now, _SETTLE_BATCH):
-            renewed = await self._commands.renew(due)
-            self._leases.hold([entry for entry in due if entry in renewed], now)
-            for entry in due:
-                if entry not in renewed:  # settled by somebody else, or the stream is gone
-                    self._leases.drop(entry)
 
     async def _claim(self) -> None:
         """Take over what its owner has not renewed for `claim_idle_ms`."""
@@ -420,8 +370,8 @@ class RedisSource(BrokerSource):
     async def _tell_backlog(self) -> None:
         backlog = await self._commands.backlog()
         if backlog is not None:
-            stream = self._options.stream
-            self._metrics.gauge("source_lag_records", backlog, topic=stream, partition="0")
+            place = {"topic": self._options.stream, "partition": "0"}
+            self._metrics.gauge("source_lag_records", backlog, **place)
 
     async def _remove_dead_consumers(self) -> None:
         idle_ms = max(_DEAD_AFTER_IDLES * self._options.claim_idle_ms, 3 * self._options.block_ms)
@@ -431,32 +381,9 @@ class RedisSource(BrokerSource):
             log.info("redis_consumers_removed", removed=removed, left=left)
 
 
-def _no_data(fields: Mapping[str, bytes]) -> str:
-    """What the sender is told of an entry without a record."""
-    names = [repr(name[:_SHOWN_CHARS]) for name in list(fields)[:_SHOWN_NAMES]]
-    more = f" and {len(fields) - len(names)} more" if len(fields) > len(names) else ""
-    return f"no field named {DATA_FIELD}; it has: {', '.join(names)}{more}"
-
-
-def _key(delivery: HeldDelivery) -> tuple[int, str]:
-    return delivery.epoch, _id(delivery)
-
-
-def _id(delivery: HeldDelivery) -> str:
-    entry: Any = delivery.token
-    assert isinstance(entry, str)
-    return entry
-
-
 async def open_source(options: RedisOptions, *, clock: Clock, metrics: Metrics) -> RedisSource:
     """A connected source. Raises `ConnectionError`; nothing stays open then."""
-    source = RedisSource(options, clock=clock, metrics=metrics)
-    try:
-        await source.open()
-    except BaseException:
-        await source.aclose()
-        raise
-    return source
+    return await opened(RedisSource(options, clock=clock, metrics=metrics))
 
 
 async def reach(options: RedisOptions) -> tuple[str, ...]:

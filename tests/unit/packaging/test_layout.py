@@ -12,8 +12,6 @@ ROOMS = ("schemas", "gpu", "actors", "pipeline")
 MAX_LINES = 400
 LONGER = {
     "gpu/encode/text.py",
-    "pipeline/transports/kafka/source.py",
-    "pipeline/transports/redis/source.py",
 }
 """Still to be cut. Nothing is added here."""
 CIRCLES = {("gpu.folder.read", "gpu.folder." + name) for name in ("nvembed", "static", "vision")}
