@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpu.batch import Int32
+from gpu.encode.cut import too_long
 from gpu.faults import ModelLoadError
 from gpu.folder.prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
@@ -305,13 +306,7 @@ class PairAssembler:
         if whole > room:
             if truncate == "error":
                 given = whole + len(before) + len(after)
-                return TooLong(
-                    f"item {index} has {given} tokens with query and prompt, the model takes "
-                    f'{self.limit}; shorten it, or set `truncate` to "right" or "left"',
-                    items=(index,),
-                    given=given,
-                    limit=self.limit,
-                )
+                return too_long(index, given, self.limit, "with query and prompt")
             body = self._cut(plan, document, body, shared, room, truncate)
         ids = np.concatenate((before, body, after)).astype(np.int32, copy=False)
         return PairIds(ids, len(before) + shared, truncated=whole > room)

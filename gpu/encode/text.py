@@ -19,8 +19,10 @@ import numpy as np
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
+from gpu.encode.cut import cut_to, empty, too_long
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
+from gpu.encode.prompts import NO_IDS, Prompts
 from gpu.encode.request_check import check_request
 from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
@@ -44,12 +46,10 @@ from schemas.requests import (
     RerankRequest,
     Text,
     TokenIds,
-    Truncate,
 )
 
 EmptyPolicy = Literal["error", "embed"]
 Content = Int32 | EmbedstreamError
-_NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Plan:
     prompt: str | None = None
     texts: list[int] = field(default_factory=list)
     prompt_at: int | None = None
-    lead: Int32 = field(default_factory=lambda: _NO_IDS)
+    lead: Int32 = field(default_factory=lambda: NO_IDS)
     prompt_name: str | None = None
     pairs: PairPlan | None = None
 
@@ -106,15 +106,11 @@ class TextEncoder:
         if self._control.spelled:
             told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
             notes = (*notes, told)
-        # Prompts of the folder and of the settings: they may hold control tokens, a request's may not.
-        self._prompts = {
-            name: self._control.split_prompt(name, prompt) for name, prompt in spec.prompts.items()
-        }
-        leads = {name: lead.tolist() for name, (lead, _) in self._prompts.items()}
+        self._prompts = Prompts(spec, self._control)
         pairs = "rerank" in spec.tasks
         types = token_types and pairs
         own = self._template.as_lists(pairs=pairs, types=types)
-        around = [types, own, self._control.as_lists(), leads]
+        around = [types, own, self._control.as_lists(), self._prompts.as_lists()]
         # What only the tokenizer could tell.
         self.spec = spec = dataclasses.replace(
             spec,
@@ -184,7 +180,7 @@ class TextEncoder:
         if request.prompt is None:
             name = request.prompt_name or self.spec.default_prompt_name
             plan.prompt_name = None if self.spec.multivector is None else name
-            plan.lead, prompt = self._lead(name, prompt)
+            plan.lead, prompt = self._prompts.lead(name, prompt)
         for item in request.input:
             if isinstance(item, Text):
                 add((prompt or "") + item.text)
@@ -195,30 +191,7 @@ class TextEncoder:
 
     def _prompt(self, request: EmbedRequest | ClassifyRequest) -> str | None:
         """The prompt text to put before each text; None when there is none."""
-        if request.prompt is not None:
-            return request.prompt
-        name = request.prompt_name
-        if name is None:
-            name = self.spec.default_prompt_name
-            return None if name is None else self.spec.prompts[name]
-        if name not in self.spec.prompts:
-            known = ", ".join(sorted(self.spec.prompts)) or "none"
-            raise Unsupported(
-                f"the model has no prompt of that name; it has: {known}", path="$.prompt_name"
-            )
-        return self.spec.prompts[name]
-
-    def _lead(self, name: str | None, prompt: str | None) -> tuple[Int32, str | None]:
-        """The ids of a prompt up to its last control token, and the text that is left; of a ColBERT
-        model also the token that stands for a prompt's beginning."""
-        prefixes = () if self.spec.multivector is None else self.spec.multivector.prefix_ids
-        for known, token, text in prefixes:
-            if known == name and prompt is not None and prompt.startswith(text):
-                return np.array([token], dtype=np.int32), prompt[len(text) :] or None
-        if name is None or prompt is None:
-            return _NO_IDS, prompt
-        lead, rest = self._prompts[name]
-        return lead, rest or None
+        return self._prompts.text(request)
 
     def _contents(self, texts: list[str]) -> list[Content]:
         """[n] int32 content ids per text, without special tokens. One call for all."""
@@ -270,10 +243,11 @@ class TextEncoder:
         if isinstance(content, EmbedstreamError):
             return content
         if self._is_empty(text, content, prompt_ids):
-            return _empty(f"$.input[{index}]", index)
+            return empty(f"$.input[{index}]", index)
         n_around = self._template.n_single + len(plan.lead)
+        n_prompt = 0 if prompt_ids is None else len(prompt_ids)
+        masked = not self.spec.include_prompt and n_prompt + len(plan.lead) > 0
         if len(content) + n_around > self.limit and _aggregates(plan.request):
-            n_prompt = 0 if prompt_ids is None else len(prompt_ids)
             head = np.concatenate((self._template.prefix, plan.lead))
             return chunked(
                 head,
@@ -283,19 +257,16 @@ class TextEncoder:
                 limit=self.limit,
                 options=plan.options,
                 index=index,
-                pooled_from=0
-                if self.spec.include_prompt or not (n_prompt or len(plan.lead))
-                else self._after(len(head)) + n_prompt,
+                pooled_from=self._after(len(head)) + n_prompt if masked else 0,
             )
-        cut = self._cut(content, self.limit - n_around, plan.request.truncate)
+        cut = cut_to(content, self.limit - n_around, plan.request.truncate)
         if cut is None:
-            return self._too_long(index, len(content) + n_around)
+            return too_long(index, len(content) + n_around, self.limit)
         ids = self._template.single(np.concatenate((plan.lead, cut)) if len(plan.lead) else cut)
         if len(ids) == 0:
-            return _empty(f"$.input[{index}]", index)
+            return empty(f"$.input[{index}]", index)
         pooled_from = 0
-        if not self.spec.include_prompt:
-            n_prompt = 0 if prompt_ids is None else len(prompt_ids)
+        if masked:
             lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
             kept = len(plan.lead) + min(max(n_prompt - lost, 0), len(cut))
             pooled_from = self._after(len(self._template.prefix)) + kept if kept else 0
@@ -331,7 +302,7 @@ class TextEncoder:
         """Ids as they came: no special tokens added; when cut, those that are there are kept."""
         path = f"$.input[{index}]"
         if not given:
-            return _empty(path, index)
+            return empty(path, index)
         if min(given) < 0 or max(given) >= self._vocab_size:
             return InvalidRequest(
                 f"token ids go from 0 to {self._vocab_size - 1} in this model",
@@ -347,13 +318,13 @@ class TextEncoder:
         tail = len(suffix) if len(suffix) and np.array_equal(ids[-len(suffix) :], suffix) else 0
         body = ids[head : len(ids) - tail]
         if _aggregates(plan.request):
-            ends = ids[:head], body, _NO_IDS, ids[len(ids) - tail :]
+            ends = ids[:head], body, NO_IDS, ids[len(ids) - tail :]
             return chunked(*ends, limit=self.limit, options=plan.options, index=index)
-        cut = self._cut(body, self.limit - head - tail, plan.request.truncate)
+        cut = cut_to(body, self.limit - head - tail, plan.request.truncate)
         if cut is None:
-            return self._too_long(index, len(ids))
-        kept = np.concatenate((ids[:head], cut, ids[len(ids) - tail :]))
-        return EncodedItem(kept, plan.options, truncated=True)
+            return too_long(index, len(ids), self.limit)
+        ids = np.concatenate((ids[:head], cut, ids[len(ids) - tail :]))
+        return EncodedItem(ids, plan.options, truncated=True)
 
     def _assemble_pairs(
         self, plan: _Plan, request: RerankRequest, contents: list[Content]
@@ -406,11 +377,10 @@ class TextEncoder:
         if isinstance(content, EmbedstreamError):
             return content
         if len(content) == 0 and self.empty_input == "error":
-            return _empty(f"$.documents[{index}]", index)
-        cut = self._cut(content, room, plan.request.truncate)
+            return empty(f"$.documents[{index}]", index)
+        cut = cut_to(content, room, plan.request.truncate)
         if cut is None:
-            given = len(head[0]) + len(content) + len(self._template.pair_suffix)
-            return self._too_long(index, given)
+            return too_long(index, len(content) + self.limit - room, self.limit)
         ids, types = self._template.pair(head, cut)
         return EncodedItem(
             ids,
@@ -418,32 +388,6 @@ class TextEncoder:
             token_type_ids=types if self._token_types and types.any() else None,
             truncated=len(cut) < len(content),
         )
-
-    @staticmethod
-    def _cut(content: Int32, room: int, truncate: Truncate) -> Int32 | None:
-        """The content that fits, or None when it does not and may not be cut."""
-        if len(content) <= room:
-            return content
-        if truncate == "error":
-            return None
-        return content[:room] if truncate == "right" else content[len(content) - room :]
-
-    def _too_long(self, index: int, given: int) -> TooLong:
-        return TooLong(
-            f"item {index} has {given} tokens, the model takes {self.limit}; shorten it, or set "
-            '`truncate` to "right" or "left"',
-            items=(index,),
-            given=given,
-            limit=self.limit,
-        )
-
-
-def _empty(path: str, index: int) -> EmptyInput:
-    return EmptyInput(
-        f'item {index} holds no token; send text, or set `empty_input` to "embed" for this model',
-        path=path,
-        items=(index,),
-    )
 
 
 def _aggregates(request: AnyRequest) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpu.batch import EncodedItem, Int32
+from gpu.encode.cut import cut_to
 from gpu.encode.images import ImageLimits, open_image, require_pillow
 from gpu.encode.load import folder_tokenizer, unusable
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
@@ -224,7 +225,7 @@ class GmeEncoder(_ImageEncoder):
         self, plan: _Plan, index: int, head: Int32, body: Int32, extras: dict[str, Any]
     ) -> EncodedItem | EmbedstreamError:
         room = self.limit - len(head) - len(self._suffix)
-        cut = self._cut(body, room, plan.request.truncate) if room >= min(1, len(body)) else None
+        cut = cut_to(body, room, plan.request.truncate) if room >= min(1, len(body)) else None
         if cut is None:
             given = len(head) + len(body) + len(self._suffix)
             return TooLong(
