@@ -101,7 +101,7 @@ class RunnerFactory:
         return runner
 
     def _text(self, spec: ModelSpec) -> Runner:
-        from gpu.encode.load import load_encoder
+        from gpu.encode.folder_tokenizer import load_encoder
         from gpu.model_runner import ModelRunner
 
         settings = self.settings

@@ -2,7 +2,7 @@
 
 Who calls it: `gpu.executor`'s threads, several at once on a CPU; `gpu.load` builds it.
 What must stay true: as in `gpu.runner`; a model answers only after its self-check passed, which
-`gpu.forward.checked` sees to.
+`gpu.forward.proven` sees to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gpu.answer.outputs import Outputs
 from gpu.batch import ItemOutcome, PackedBatch
 from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
-from gpu.forward.checked import CheckedModel, load_checked
 from gpu.forward.packed import PackedForward
+from gpu.forward.proven import ProvenModel, load_proven
 from gpu.pooler import segments_of
 from gpu.runner import BaseRunner, OnPhase
 
@@ -31,7 +31,7 @@ class ModelRunner(BaseRunner):
     def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
         spec, settings, on_cpu = self.spec, self.settings, self.device.type == "cpu"
         speed.check_possible(settings.speed, device=self.device, dtype=self.dtype, prepack=prepack)
-        checked = load_checked(
+        checked = load_proven(
             spec, settings,
             name=self.name, device=self.device, dtype=self.dtype, prepack=prepack,
             backends=self._backends(), max_batch_tokens=self.budget, on_phase=on_phase,
@@ -69,7 +69,7 @@ class ModelRunner(BaseRunner):
         return outcomes
 
 
-def _found(spec: ModelSpec, checked: CheckedModel) -> dict[str, Any]:
+def _found(spec: ModelSpec, checked: ProvenModel) -> dict[str, Any]:
     """Fields of `ModelInfo` that the load told."""
     linears, notes = checked.linears, list(checked.notes)
     if not checked.finding.bit_exact:

@@ -100,9 +100,7 @@ def _average(item: EncodedItem, outcomes: Sequence[ItemOutcome], normalize: bool
     for outcome in outcomes:
         if isinstance(outcome, EmbedstreamError):
             return outcome
-        assert outcome.dense is not None, (
-            "gpu.encode.request_check lets only dense vectors be averaged"
-        )
+        assert outcome.dense is not None, "gpu.encode.supported lets only dense vectors be averaged"
         vectors.append(outcome.dense)
     weights = np.asarray(item.extras[CHUNKS], dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):

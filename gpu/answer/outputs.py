@@ -104,9 +104,7 @@ class Outputs(nn.Module):
         rows = _asking(batch, "dense")
         if not rows:
             return dict
-        assert self._spec.pooling is not None, (
-            "gpu.encode.request_check refuses a dense vector here"
-        )
+        assert self._spec.pooling is not None, "gpu.encode.supported refuses a dense vector here"
         own = segments if len(rows) == batch.n_items else segments.of(rows)
         vectors = self.dense(pool(hidden, own, self._spec.pooling))
         return dense_rows(batch, rows, vectors, self._spec.normalize, copies)
@@ -148,7 +146,7 @@ class Outputs(nn.Module):
             return {}
         if self.splade is not None:
             return dict(zip(rows, self.splade(hidden, segments, rows), strict=True))
-        assert self.lexical is not None, "gpu.encode.request_check refuses sparse weights here"
+        assert self.lexical is not None, "gpu.encode.supported refuses sparse weights here"
         return dict(zip(rows, self.lexical(hidden, batch, rows), strict=True))
 
     def _token_vectors(

@@ -1,6 +1,6 @@
 """Texts beyond the model's limit: what may be asked, and how a text is cut into chunks.
 
-Who calls it: `gpu.encode.request_check` and `gpu.encode.text`; `gpu.answer.chunks` averages what comes of it.
+Who calls it: `gpu.encode.supported` and `gpu.encode.text`; `gpu.answer.chunks` averages what comes of it.
 What must stay true: one item stays one item with its whole cost in tokens, so budgets hold; no chunk is
 longer than the model's limit; each chunk keeps the special tokens and the prompt.
 """

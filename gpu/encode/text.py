@@ -23,7 +23,7 @@ from gpu.encode.cut import cut_to, empty, too_long
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
 from gpu.encode.prompts import NO_IDS, Prompts
-from gpu.encode.request_check import check_request
+from gpu.encode.supported import check_request
 from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import with_tokenizer

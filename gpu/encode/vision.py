@@ -18,8 +18,8 @@ import numpy as np
 
 from gpu.batch import EncodedItem, Int32
 from gpu.encode.cut import cut_to
+from gpu.encode.folder_tokenizer import folder_tokenizer, unusable
 from gpu.encode.images import ImageLimits, open_image, require_pillow
-from gpu.encode.load import folder_tokenizer, unusable
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
 from gpu.folder.spec import ModelSpec

@@ -19,8 +19,8 @@ from gpu.device.staging import CopyOut
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError
 from gpu.folder.vision import CLIP
-from gpu.forward.checked import replace_linears
 from gpu.forward.clip import ClipTowers
+from gpu.forward.proven import replace_linears
 from gpu.forward.qwen2_vl import Qwen2VlTower
 from gpu.forward.selfcheck import compare
 from gpu.forward.towers import Towers

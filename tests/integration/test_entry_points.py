@@ -147,7 +147,7 @@ async def test_what_the_reference_says(reference: dict[str, Any]) -> None:
     assert all(item[6] is None for item in reference["surrogate"][4])
 
 
-async def test_a09_dimensions_are_refused_or_computed_never_ignored(
+async def test_dimensions_are_refused_or_computed_never_ignored(
     reference: dict[str, Any],
 ) -> None:
     """A08, A09: 0, negative, 1, native, native + 1 and 5000, on a Matryoshka model and another."""

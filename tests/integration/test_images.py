@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clip(tmp_path_factory.mktemp("clip") / "m")
 
 
-async def test_b10_texts_images_and_a_bad_image_in_one_request(folder: Path) -> None:
+async def test_texts_images_and_a_bad_image_in_one_request(folder: Path) -> None:
     """B10, A07: item i of the reply is item i of the request; the corrupt one has its own error."""
     image, long_text = encoded(picture(50, 40)), "x" * 500
     packed = msgpack.packb(

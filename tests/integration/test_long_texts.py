@@ -32,7 +32,7 @@ async def answers(folder: Path, *records: dict[str, object]) -> list[Reply | Fai
     return replies
 
 
-async def test_b20_one_reply_entry_per_long_text(folder: Path) -> None:
+async def test_one_reply_entry_per_long_text(folder: Path) -> None:
     """B20, B03: n results for n texts; tokens are those computed; nothing is called truncated."""
     long = " ".join(["river stream of text"] * 20)
     averaged, late, plain, cls = await answers(

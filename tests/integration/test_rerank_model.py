@@ -36,7 +36,7 @@ def factories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-async def test_a13_a15_rerank_with_an_instruction(factories: dict[str, Any]) -> None:
+async def test_rerank_with_an_instruction(factories: dict[str, Any]) -> None:
     """A13, A15: best first, the instruction echoed, one empty document failing alone."""
     runner = factories["judge"]()
     request = RerankRequest(

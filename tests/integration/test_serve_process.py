@@ -90,7 +90,7 @@ def test_a_file_is_served_to_its_end(model: Path, tmp_path: Path) -> None:
     assert all(json.loads(line)["event"] for line in log.splitlines())
 
 
-def test_g01_g07_health_opens_first_and_sigterm_drains(model: Path) -> None:
+def test_health_opens_first_and_sigterm_drains(model: Path) -> None:
     """G07: the port answers before the model is loaded; G01: SIGTERM ends with status 0."""
     port = free_port()
     arguments = ("--source", "-", "--model", str(model), "--health-port", str(port))
@@ -127,7 +127,7 @@ def test_a_health_port_in_use_is_status_2_and_one_line(model: Path) -> None:
     assert last.startswith(f"embedstream: health.port {port} is in use")
 
 
-def test_g07_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     """G07: exit status and one clear line that names the setting."""
     (tmp_path / "config.json").write_text("{}")
     with embedstream(

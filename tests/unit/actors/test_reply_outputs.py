@@ -64,7 +64,7 @@ def test_every_output_survives_the_wire() -> None:
     assert item.scales is None
 
 
-def test_d09_int8_token_vectors_have_a_scale_each() -> None:
+def test_int8_token_vectors_have_a_scale_each() -> None:
     """D09: integer x scale is within half a step of every component, vector by vector."""
     vectors = rows(5, 6) * np.array([[1e-4], [1], [100], [1e4], [0]], np.float32)
     item = reply_to(
@@ -121,7 +121,7 @@ def test_outputs_that_were_not_named_are_the_models_own() -> None:
 @given(
     vector=st.lists(st.floats(-1e4, 1e4, width=32, allow_subnormal=False), min_size=1, max_size=40)
 )
-def test_d09_round_trip_errors_are_bounded(dtype: DType, vector: list[float]) -> None:
+def test_round_trip_errors_are_bounded(dtype: DType, vector: list[float]) -> None:
     """D09: float32 exactly; float16 within 2^-11 relative (or its smallest step); int8 within half
     a step; binary keeps every sign."""
     x = np.array(vector, np.float32)
@@ -141,7 +141,7 @@ def test_d09_round_trip_errors_are_bounded(dtype: DType, vector: list[float]) ->
         assert (bits.astype(bool) == (x > 0)).all()
 
 
-def test_d09_int8_and_binary_keep_the_direction_of_unit_vectors() -> None:
+def test_int8_and_binary_keep_the_direction_of_unit_vectors() -> None:
     """D09: the figures of docs/outputs.md, on random directions of 384 numbers."""
     x = rows(500, 384)
     restored = np.stack([

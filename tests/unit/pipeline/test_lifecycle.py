@@ -16,7 +16,7 @@ from pipeline import lifecycle
 from pipeline.lifecycle import ExitStatus, StopSignal, exit_status_for, watch_signals
 
 
-def test_g01_exit_statuses_are_distinct() -> None:
+def test_exit_statuses_are_distinct() -> None:
     """G01: drained, budget exceeded, fatal and forced can be told apart."""
     assert exit_status_for(drained=True) == ExitStatus.OK == 0
     assert exit_status_for(drained=False) == ExitStatus.DRAIN_EXCEEDED == 3
@@ -27,7 +27,8 @@ def test_g01_exit_statuses_are_distinct() -> None:
     assert len({int(status) for status in ExitStatus}) == len(list(ExitStatus)) == 7
 
 
-async def test_g01_first_request_drains_second_signal_forces() -> None:
+async def test_first_request_drains_second_signal_forces() -> None:
+    """G01."""
     stop = StopSignal(25.0)
     assert not stop.requested and stop.deadline is None
     assert stop.request("signal SIGTERM", signum=signal.SIGTERM) == "drain"
@@ -49,7 +50,8 @@ async def test_a_request_from_inside_never_forces() -> None:
     assert not stop.forced and stop.reason == "sources are exhausted"
 
 
-async def test_g01_real_signals_reach_the_plan_and_handlers_are_restored() -> None:
+async def test_real_signals_reach_the_plan_and_handlers_are_restored() -> None:
+    """G01."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     stop = StopSignal(5.0)
     actions: list[tuple[str, int]] = []
@@ -68,9 +70,10 @@ async def test_g01_real_signals_reach_the_plan_and_handlers_are_restored() -> No
         timer.cancel()
 
 
-async def test_g01_a_forced_stop_ends_the_process_even_when_something_blocks(
+async def test_a_forced_stop_ends_the_process_even_when_something_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """G01."""
     monkeypatch.setattr(lifecycle, "FORCE_GRACE_S", 0.0)
     ended = threading.Event()
     statuses: list[int] = []
@@ -122,7 +125,7 @@ sys.exit(asyncio.run(main(sys.argv[1])))
         ("stuck", [signal.SIGINT, signal.SIGTERM], 143),
     ],
 )
-def test_g01_exit_status_of_a_real_process(
+def test_exit_status_of_a_real_process(
     mode: str, signals: list[signal.Signals], status: int
 ) -> None:
     """G01: exit 0 when drained, 3 beyond the budget, at once on the second signal."""

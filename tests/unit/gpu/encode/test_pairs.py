@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.batch import EncodedItem, EncodedRequest
-from gpu.encode.load import load_encoder
+from gpu.encode.folder_tokenizer import load_encoder
 from gpu.encode.pairs import PairAssembler
 from gpu.faults import ModelLoadError
 from gpu.folder.prompts import PairPrompt, pair_prompt

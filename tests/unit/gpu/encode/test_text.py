@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from gpu.encode.load import load_encoder
+from gpu.encode.folder_tokenizer import load_encoder
 from gpu.encode.text import TextEncoder
 from gpu.faults import ModelLoadError
 from gpu.folder.read import load_spec

@@ -159,7 +159,7 @@ def test_the_module_and_the_script_are_the_same() -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_g11_c13_wrong_use_is_one_line(
+def test_wrong_use_is_one_line(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """G11, C13: exit status 2 (1 for what is no usage), the setting's name, no traceback."""
@@ -355,7 +355,7 @@ def test_embed_as_json_lines_is_the_wire_reply_with_floats(
     assert list(fake_service["settings"].models) == ["all-MiniLM-L6-v2"]  # not the reranker too
 
 
-def test_g11_normalize_takes_the_words_that_settings_take(
+def test_normalize_takes_the_words_that_settings_take(
     fake_service: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -563,7 +563,7 @@ def test_a_closed_pipe_ends_quietly(fake_service: dict[str, Any]) -> None:
     process.stderr.close()
 
 
-def test_i05_an_error_of_a_model_does_not_put_user_text_into_the_log(
+def test_an_error_of_a_model_does_not_put_user_text_into_the_log(
     fake_service: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """I05: the marker is in the request, in the exception, and nowhere on stderr."""

@@ -42,44 +42,47 @@ def test_ready_when_nothing_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("phase", ["starting", "loading model minilm", "draining", "stopped"])
-def test_g07_phase_is_named(phase: str) -> None:
+def test_phase_is_named(phase: str) -> None:
     """G07: while a model loads the service is not ready and says what it does."""
     assert verdict(phase=phase) == Readiness(False, phase, (f"phase: {phase}",))
 
 
-def test_g04_dead_executor() -> None:
+def test_dead_executor() -> None:
     """G04: a killed thread and a fatal latch count at once."""
     assert verdict(executors=executor(alive=False)).reasons == ("executor cpu: a thread has ended",)
     assert "out of memory" in verdict(executors=executor(fatal="out of memory")).reasons[0]
     assert verdict(fatal="ingress ended").reasons == ("fatal: ingress ended",)
 
 
-def test_g04_a_model_that_raises_on_every_call() -> None:
+def test_a_model_that_raises_on_every_call() -> None:
+    """G04."""
     limit = SETTINGS.max_failed_forwards
     assert verdict(executors=executor(consecutive_failures=limit - 1)).ready
     failing = verdict(executors=executor(consecutive_failures=limit, last_success_s=NOW - 0.1))
     assert not failing.ready and "in a row" in failing.reasons[0]
 
 
-def test_g04_a_stuck_forward_turns_ready_false_within_ten_seconds() -> None:
+def test_a_stuck_forward_turns_ready_false_within_ten_seconds() -> None:
+    """G04."""
     assert SETTINGS.stuck_after_s < 10
     assert verdict(executors=executor(oldest_running_s=NOW - 7.9)).ready
     stuck = verdict(executors=executor(oldest_running_s=NOW - 8.1, last_success_s=NOW - 60))
     assert not stuck.ready and "running for 8 s" in stuck.reasons[0]
 
 
-def test_g05_busy_is_not_down() -> None:
+def test_busy_is_not_down() -> None:
     """G05: a long forward beside others that succeed, and any queue depth, stay ready."""
     busy = executor(oldest_running_s=NOW - 60, last_success_s=NOW - 1, n_running=2)
     queue_depth = {"r": SourceStatus(connected=True, in_flight=10_000, buffered=10_000)}
     assert verdict(executors=busy, sources=queue_depth).ready
 
 
-def test_g05_an_idle_service_stays_ready() -> None:
+def test_an_idle_service_stays_ready() -> None:
+    """G05."""
     assert verdict(executors=executor(last_success_s=NOW - 86_400)).ready
 
 
-def test_f13_a_lost_source_is_named() -> None:
+def test_a_lost_source_is_named() -> None:
     """F13: not ready while a source is disconnected."""
     lost = verdict(sources={"r": SourceStatus(False, "broker refuses"), "s": SourceStatus(True)})
     assert lost.reasons == ("route r: source disconnected (broker refuses)",)
@@ -162,7 +165,7 @@ async def test_the_four_pages(service: Service) -> None:
     assert (await service.get("/live", "POST"))[0] == 405
 
 
-async def test_g07_live_at_once_and_ready_503_with_the_phase(service: Service) -> None:
+async def test_live_at_once_and_ready_503_with_the_phase(service: Service) -> None:
     """G07"""
     service.verdict = verdict(phase="loading model minilm")
     assert (await service.get("/live"))[0] == 200

@@ -60,7 +60,7 @@ class Broken:
     inc = set = observe = labels
 
 
-def test_i03_a_broken_metric_never_reaches_the_caller_and_is_logged_once(
+def test_a_broken_metric_never_reaches_the_caller_and_is_logged_once(
     log_lines: io.StringIO,
 ) -> None:
     """I03: every kind of failure, three times each; one line per metric."""
@@ -80,7 +80,9 @@ def test_i03_a_broken_metric_never_reaches_the_caller_and_is_logged_once(
     )  # fmt: skip
 
 
-def test_i03_not_even_a_broken_log_reaches_the_caller() -> None:
+def test_not_even_a_broken_log_reaches_the_caller() -> None:
+    """I03."""
+
     def explode(*args: object) -> object:
         raise RuntimeError("logging is broken")
 
@@ -91,7 +93,7 @@ def test_i03_not_even_a_broken_log_reaches_the_caller() -> None:
         structlog.reset_defaults()
 
 
-def test_i01_a_gauge_rises_and_returns_to_zero_and_is_never_negative(
+def test_a_gauge_rises_and_returns_to_zero_and_is_never_negative(
     log_lines: io.StringIO,
 ) -> None:
     """I01"""
@@ -104,7 +106,7 @@ def test_i01_a_gauge_rises_and_returns_to_zero_and_is_never_negative(
     assert "below zero" in log_lines.getvalue()
 
 
-def test_i02_the_series_of_every_station_exist() -> None:
+def test_the_series_of_every_station_exist() -> None:
     """I02: queue wait, batch items, batch tokens, forward time, publish time, end to end."""
     for name in ("queue_wait_seconds", "batch_items", "batch_tokens", "forward_seconds",
                  "publish_seconds", "tokenize_seconds", "request_seconds"):  # fmt: skip
@@ -145,7 +147,7 @@ def test_every_metric_that_the_sources_use_is_in_the_table() -> None:
 # --- logs ------------------------------------------------------------------------------------------
 
 
-def test_i05_no_user_text_in_any_line(log_lines: io.StringIO) -> None:
+def test_no_user_text_in_any_line(log_lines: io.StringIO) -> None:
     """I05: named fields, exceptions, other libraries, tasks that died: the marker is nowhere."""
     log = structlog.get_logger("test")
     log.warning("odd", text=MARKER, input=[MARKER], nested={"query": MARKER}, body=MARKER.encode())
@@ -166,7 +168,7 @@ def test_i05_no_user_text_in_any_line(log_lines: io.StringIO) -> None:
     assert lines[3]["error"] == "ValueError" and lines[3]["frames"]
 
 
-def test_i05_refused_requests_and_settings_do_not_quote_values(log_lines: io.StringIO) -> None:
+def test_refused_requests_and_settings_do_not_quote_values(log_lines: io.StringIO) -> None:
     """I05: our own errors carry codes, paths and numbers."""
     log = structlog.get_logger("test")
     log.warning("refused", error=InvalidRequest("must be a text", path="$.input[3]"))

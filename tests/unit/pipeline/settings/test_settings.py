@@ -259,7 +259,8 @@ NUMERIC = _numeric_settings()
 BASE = {"models.m.path": "x", "routes.0.name": "r", "routes.0.source": "kafka://localhost/q"}
 
 
-def test_c13_finds_the_numeric_settings() -> None:
+def test_finds_the_numeric_settings() -> None:
+    """C13."""
     assert len(NUMERIC) >= 35
     assert {"models.m.max_batch_tokens", "health.port", "routes.0.limits.max_items"} <= {
         name for name, _, _ in NUMERIC
@@ -267,7 +268,7 @@ def test_c13_finds_the_numeric_settings() -> None:
 
 
 @pytest.mark.parametrize(("name", "low", "high"), NUMERIC, ids=[n for n, _, _ in NUMERIC])
-def test_c13_zero_negative_and_huge_are_refused_with_the_name(
+def test_zero_negative_and_huge_are_refused_with_the_name(
     name: str, low: float, high: float
 ) -> None:
     """C13: the same through a flag, the environment and a typed value."""
@@ -285,7 +286,8 @@ def test_c13_zero_negative_and_huge_are_refused_with_the_name(
             )
 
 
-def test_c13_limits_table_is_complete() -> None:
+def test_limits_table_is_complete() -> None:
+    """C13."""
     assert set(LIMITS_META) == set(Limits.__struct_fields__)
 
 
@@ -297,7 +299,7 @@ def test_a_boolean_is_no_number_and_a_number_no_text() -> None:
 
 @pytest.mark.parametrize("text", ["true", "True", "TRUE", "1", "yes", "YES", "on", " true "])
 @pytest.mark.parametrize("value", [True, False])
-def test_g11_one_boolean_rule(text: str, value: bool, tmp_path: Path) -> None:
+def test_one_boolean_rule(text: str, value: bool, tmp_path: Path) -> None:
     """G11: CLI, environment and file take the same words."""
     opposite = {"true": "false", "1": "0", "yes": "no", "on": "off"}
     word = text if value else opposite[text.strip().lower()]
@@ -309,14 +311,16 @@ def test_g11_one_boolean_rule(text: str, value: bool, tmp_path: Path) -> None:
     assert load({}, {}, file).publish.split_replies is value
 
 
-def test_g11_native_booleans_and_numbers(tmp_path: Path) -> None:
+def test_native_booleans_and_numbers(tmp_path: Path) -> None:
+    """G11."""
     for text, value in [("true", True), ("false", False), ("1", True), ("0", False)]:
         file = write(tmp_path, f"[publish]\nsplit_replies = {text}\n")
         assert load({}, {}, file).publish.split_replies is value
 
 
 @pytest.mark.parametrize("word", ["maybe", "", "2", "truee", "None"])
-def test_g11_anything_else_names_the_setting(word: str) -> None:
+def test_anything_else_names_the_setting(word: str) -> None:
+    """G11."""
     text = refused({"publish.split_replies": word})
     assert "publish.split_replies" in text and "true or false" in text
 
@@ -393,7 +397,7 @@ def test_replies_that_would_become_requests() -> None:
     assert "reply_topic" in text and "routes.1.source" in text
 
 
-def test_j04_drain_budget_against_the_poll_interval() -> None:
+def test_drain_budget_against_the_poll_interval() -> None:
     """J04: both settings and both remedies are named."""
     text = contradiction(
         "routes.a.source=kafka://h:1/q?max_poll_interval_ms=20000&drain_budget_s=5",

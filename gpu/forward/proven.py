@@ -43,7 +43,7 @@ from gpu.settings import ModelSettings
 
 
 @dataclass(slots=True)
-class CheckedModel:
+class ProvenModel:
     """A loaded model that passed its self-check, and how."""
 
     loaded: LoadedModel
@@ -55,7 +55,7 @@ class CheckedModel:
     sharing: SharedPrefixForward | None = None
 
 
-def load_checked(
+def load_proven(
     spec: ModelSpec,
     settings: ModelSettings,
     *,
@@ -66,10 +66,10 @@ def load_checked(
     backends: Sequence[AttentionBackend],
     max_batch_tokens: int,
     on_phase: Callable[[str], None],
-) -> CheckedModel:
+) -> ProvenModel:
     """Raises `ModelLoadError` when the weights do not fit or no forward reproduces transformers."""
 
-    def attempt(prepacked: bool) -> CheckedModel:
+    def attempt(prepacked: bool) -> ProvenModel:
         loaded = load_model(
             spec,
             dtype=dtype,
@@ -78,7 +78,7 @@ def load_checked(
             trust_remote_code=settings.trust_remote_code,
         )
         on_phase("checking")
-        return _checked(spec, settings, loaded, device, backends, prepacked=prepacked)
+        return _proven(spec, settings, loaded, device, backends, prepacked=prepacked)
 
     wants_prepack = prepack and device.type == "cpu" and dtype == torch.float32
     checked = attempt(wants_prepack)
@@ -100,7 +100,7 @@ def load_checked(
     return checked
 
 
-def _checked(
+def _proven(
     spec: ModelSpec,
     settings: ModelSettings,
     loaded: LoadedModel,
@@ -108,7 +108,7 @@ def _checked(
     backends: Sequence[AttentionBackend],
     *,
     prepacked: bool,
-) -> CheckedModel:
+) -> ProvenModel:
     """Compute the reference, replace the linears, then look for a forward that reproduces it."""
     config = loaded.config
     vocab_size = int(config.vocab_size)
@@ -149,7 +149,7 @@ def _checked(
     sharing = None
     if settings.multi_item and head is not None and finding.reason is None:
         sharing = pick_sharing(forward, spec, batch, vocab_size, notes)
-    return CheckedModel(loaded, forward, finding, linears, notes, head, sharing)
+    return ProvenModel(loaded, forward, finding, linears, notes, head, sharing)
 
 
 def replace_linears(
