@@ -122,7 +122,7 @@ class Egress:
             if in_flight.closed or in_flight.first_forward_at is not None:
                 continue
             gone = [delivery for delivery in in_flight.deliveries if unwanted(delivery)]
-            if not gone:
+            if not gone or self._has_begun_behind(in_flight):
                 continue
             if len(gone) == len(in_flight.deliveries):
                 in_flight.closed = True  # its items fall out of the queues
@@ -141,6 +141,11 @@ class Egress:
             if at_most is not None and n_released >= at_most:
                 break
         return n_released
+
+    def _has_begun_behind(self, in_flight: InFlight) -> bool:
+        """Would something of its line, which has begun, be written before whoever gets it next?"""
+        ticket = in_flight.ticket
+        return ticket is not None and not self._outbox(in_flight.route).order.is_last(ticket)
 
     async def refuse(self, outgoing: Outgoing) -> None:
         """Send a failure or dead letter for a record that was never admitted; waits for a slot."""
@@ -174,6 +179,10 @@ class Egress:
     async def _process(self, outgoing: Outgoing, outbox: _Outbox) -> None:
         outcome = None
         try:
+            if outgoing.ticket is not None and not any(d.held for d in outgoing.deliveries):
+                # Others answer it: ours would come behind results that are newer.
+                log.info("given_away_unanswered", request_id=outgoing.request_id)
+                return
             outcome = await self._deliver(outgoing)
             for delivery in outgoing.deliveries:
                 delivery.settle()

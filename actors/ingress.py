@@ -262,7 +262,7 @@ class Ingress:
                 self._current = None
                 return
             letter, unprocessable = True, isinstance(error, InvalidRequest)
-        refusal = None
+        refusal, order_key = None, self.route.order_key(delivery)
         if address is not None:
             refusal = Refusal(
                 id=request_id,
@@ -272,6 +272,7 @@ class Ingress:
                 or "application/msgpack",
                 metadata=request.metadata if request else error.metadata,
                 traceparent=request.traceparent if request else None,
+                order_key=order_key,
             )
         await self._egress.refuse(
             Outgoing(
@@ -282,7 +283,7 @@ class Ingress:
                 refusal=refusal,
                 dead_letter=error if letter else None,
                 dead_letter_kind="unprocessable" if unprocessable else "failed",
-                ticket=self._egress.line_up(self.route, self.route.order_key(delivery)),
+                ticket=self._egress.line_up(self.route, order_key),
             )
         )
         self._current = None  # owned by egress from here

@@ -62,6 +62,11 @@ class InFlight:
         self.redelivered = any(delivery.redelivered for delivery in self.deliveries)
 
     @property
+    def order_key(self) -> str | None:
+        """What its result stands in line by, on an ordered route."""
+        return None if self.ticket is None else self.ticket.key
+
+    @property
     def suspect(self) -> bool:
         """Was it in a step that did not come back? It is computed in nobody's company then."""
         return self.redelivered and any(d.redelivered and d.attempt > 1 for d in self.deliveries)

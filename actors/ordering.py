@@ -63,6 +63,10 @@ class KeyOrder(Generic[T]):
             return None
         return line[0].work if was_first else None
 
+    def is_last(self, ticket: Ticket[T]) -> bool:
+        """Does nothing stand behind it? Only then may it be taken back: what is behind would overtake."""
+        return self._lines[ticket.key][-1] is ticket
+
     def waiting(self) -> Iterator[T]:
         """Work that has finished and not left."""
         for line in self._lines.values():

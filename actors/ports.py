@@ -82,6 +82,7 @@ class Delivery(Protocol):
     origin          where it came from, for logs and dead letters:
                     {"transport","topic","partition","offset"} or {"transport","stream","id"}
     withdrawn       taken back by its source (a revoked partition): whoever has not begun drops it
+    held            still ours; false once its source has given it away: another answers it then
     damage          why the body is no record at all (a batch that cannot be decoded), else None
     """
 
@@ -105,6 +106,8 @@ class Delivery(Protocol):
     def damage(self) -> str | None: ...
     @property
     def withdrawn(self) -> bool: ...
+    @property
+    def held(self) -> bool: ...
 
     def settle(self) -> None:
         """Finished for good: the reply is durable; never give it to anybody again."""
@@ -212,9 +215,19 @@ class Sink(Protocol):
         ...
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
-        """Returns only when the broker has the record. Raises `PublishError`."""
+        """Returns only when the broker has the record. Raises `PublishError`.
+
+        Records with one `order_key` are put where a reader meets them in the order of their publishing:
+        on Kafka in one partition. None: wherever `key` leads.
+        """
         ...
 
     async def aclose(self) -> None: ...

@@ -174,6 +174,7 @@ class ReplyDestination(Destination):
             request.content_type,
             request.encoding,
             request.traceparent,
+            finished.order_key,
             retry,
         )
         return ()
@@ -183,7 +184,15 @@ class ReplyDestination(Destination):
         reply = FailureReply(id=refusal.id, error=refusal.error, metadata=refusal.metadata)
         kind = refusal.content_type
         encoding: Encoding = "float" if kind == "application/json" else "bytes"
-        await self._publish(reply, refusal.address, kind, encoding, refusal.traceparent, retry)
+        await self._publish(
+            reply,
+            refusal.address,
+            kind,
+            encoding,
+            refusal.traceparent,
+            refusal.order_key,
+            retry,
+        )
 
     async def _publish(
         self,
@@ -192,6 +201,7 @@ class ReplyDestination(Destination):
         content_type: ContentType,
         encoding: Encoding,
         traceparent: str | None,
+        order_key: str | None,
         retry: Retry,
     ) -> None:
         headers = reply_headers(reply, content_type, traceparent=traceparent)
@@ -199,7 +209,9 @@ class ReplyDestination(Destination):
         async def publish(limit_bytes: int | None, reply: Reply | FailureReply = reply) -> None:
             room = None if not self._split else limit_bytes
             for body in await self._encoded(reply, room, content_type, encoding):
-                write = partial(self._sink.publish, address, reply.id, body, headers)
+                write = partial(
+                    self._sink.publish, address, reply.id, body, headers, order_key=order_key
+                )
                 await retry(write, kind_of(address))
 
         smallest = HEADER_ROOM_BYTES + MIN_PART_BYTES if self._split else sys.maxsize

@@ -79,6 +79,7 @@ class Finished(Protocol):
     deliveries          the records that asked: the first was decoded (`key`, `headers`, `body`,
                         `origin` with topic, partition and offset are the original's); others are its
                         twins. Never settled or released by a destination.
+    order_key           on an ordered route: whose order the result keeps
     failure             why the request failed as a whole (no outcomes then), or None
     outcomes            one per item, in the items' order: an `ItemResult` (vectors are finite
                         float32) or the error of this item
@@ -97,6 +98,8 @@ class Finished(Protocol):
     def address(self) -> str: ...
     @property
     def deliveries(self) -> Sequence[Delivery]: ...
+    @property
+    def order_key(self) -> str | None: ...
     @property
     def failure(self) -> EmbedstreamError | None: ...
     @property
@@ -117,7 +120,7 @@ class Finished(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The answer to a record that never became a request in flight."""
+    """The answer to a record that never became a request in flight. order_key: as of `Finished`."""
 
     id: str
     error: EmbedstreamError
@@ -125,6 +128,7 @@ class Refusal:
     content_type: ContentType = "application/msgpack"
     metadata: dict[str, object] | None = None
     traceparent: str | None = None
+    order_key: str | None = None
 
 
 class Retry(Protocol):

@@ -196,6 +196,7 @@ def build_route(
         sink=transport.sink,
         models=defaults,
         max_attempts=settings.attempts.max_attempts,
+        order=route.order,
     )
 
 

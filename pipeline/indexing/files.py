@@ -221,6 +221,7 @@ class FileDelivery:
     attempt: int = 1
     redelivered: bool = False
     withdrawn: bool = False
+    held: bool = True
     damage: str | None = None
     received_at: float = field(default_factory=time.monotonic)
     _over: bool = False
@@ -360,7 +361,13 @@ class FailureSink:
         return "a backfill answers nobody"
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         """Say which row failed."""
         from schemas import headers as names

@@ -139,6 +139,7 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
                 "each would get a part of the requests",
                 "give one of them another group or topic, or remove one route",
             )
+    yield from _order_problems(settings, options)
     yield from _loops(settings, options)
     yield from _destination_problems(settings, reads)
     budget_s = settings.lifecycle.drain_budget_s
@@ -150,6 +151,18 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
                 f"({budget_s:g} s) is not below {bound[0]} ({bound[1]:g} s) of routes.{i}.source: "
                 "the broker would give the work away during the drain",
                 f"lower drain_budget_s or raise {bound[0]} in the address",
+            )
+
+
+def _order_problems(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[Problem]:
+    for i, option in options:
+        order = settings.routes[i].order
+        if order != "none" and order not in option.orders():
+            able = " or ".join(f'"{one}"' for one in ("none", *option.orders()))
+            yield Problem(
+                f"routes.{i}.order",
+                f'("{order}") cannot be kept: what routes.{i}.source reads has no such order',
+                f"set it to {able}, or read from Kafka",
             )
 
 

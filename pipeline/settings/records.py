@@ -83,6 +83,14 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         str | None,
         Meta(description="Model for classify requests that name none."),
     ] = None
+    order: Annotated[
+        Literal["none", "key", "partition"],
+        Meta(
+            description='Which results are published in the order of their records: those of one "key", '
+            'those of one "partition" (of a file: all), or "none". Computed in any order, they leave one '
+            "after the other (docs/delivery.md)."
+        ),
+    ] = "none"
     limits: LimitsOverride = LimitsOverride()
     document: DocumentOptions = DocumentOptions()
     chunk: ChunkOptions = ChunkOptions()

@@ -25,6 +25,7 @@ class Owner(Protocol):
     def on_settle(self, delivery: HeldDelivery) -> None: ...
     def on_release(self, delivery: HeldDelivery, reason: str) -> None: ...
     def is_withdrawn(self, delivery: HeldDelivery) -> bool: ...
+    def holds(self, delivery: HeldDelivery) -> bool: ...
 
 
 class HeldDelivery:
@@ -106,6 +107,11 @@ class HeldDelivery:
     def withdrawn(self) -> bool:
         """Taken back by its source: whoever has not begun with it drops it."""
         return self._owner.is_withdrawn(self)
+
+    @property
+    def held(self) -> bool:
+        """Still ours: what becomes of it counts."""
+        return self._owner.holds(self)
 
     def settle(self) -> None:
         """Finished for good; only the first outcome counts."""

@@ -33,13 +33,19 @@ class OnePlace:
         return "replies of this route go to its one destination: leave reply_to away"
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         """See `Sink`."""
         if destination == self.dead_letter_destination:
             await self._beside.publish(self._beside.dead_letter_destination, key, body, headers)
         else:
-            await self._replies.publish(destination, key, body, headers)
+            await self._replies.publish(destination, key, body, headers, order_key=order_key)
 
     async def aclose(self) -> None:
         """Disconnect both."""

@@ -133,6 +133,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Where replies go that name no `reply_to`, if that is one place, and dead letters."""
         return ()
 
+    def orders(self) -> tuple[str, ...]:
+        """What results may be ordered by, of what is read here; nothing where readers share a queue."""
+        return ()
+
     def place_at(self, destination: str) -> Place:
         """Where the sink writes what is published to `destination`."""
         raise NotImplementedError

@@ -68,6 +68,10 @@ class SourceBase:
         """See `delivery.Owner`."""
         return False
 
+    def holds(self, delivery: HeldDelivery) -> bool:
+        """See `delivery.Owner`. Here nobody else takes them while they are held."""
+        return True
+
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`. Here nobody else would get them while this process lives."""
 

@@ -172,6 +172,7 @@ class FakeDelivery:
     origin: Mapping[str, str | int] = field(default_factory=lambda: {"transport": "fake"})
     damage: str | None = None
     withdrawn: bool = False
+    held: bool = True
     outcome: str | None = None
 
     def settle(self) -> None:

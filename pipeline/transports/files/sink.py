@@ -59,7 +59,13 @@ class FileSink:
         return "replies of a file go to its one output: leave reply_to away"
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         if destination == DEAD_LETTERS:
             self._metrics.count("sink_dead_letters_total", transport="file")

@@ -54,6 +54,9 @@ class InprocOptions(Options, frozen=True, kw_only=True):
     def consumes(self) -> tuple[Place, ...]:
         return (Place(frozenset(["this process"]), "broker", self.name, option="name"),)
 
+    def orders(self) -> tuple[str, ...]:
+        return "key", "partition"
+
     def name_problems(self) -> list[str]:
         error = name_error(self.name, "name")
         return [] if error is None else [error]

@@ -218,6 +218,9 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             self._place(self.dead_letter_topic, option="dead_letter_topic", is_dead_letters=True),
         )
 
+    def orders(self) -> tuple[str, ...]:
+        return "key", "partition"
+
     def place_at(self, destination: str) -> Place:
         return self._place(destination)
 

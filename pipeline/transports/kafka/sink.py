@@ -60,6 +60,36 @@ _PERMANENT = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError, In
 _BROKEN_PRODUCER = (OutOfOrderSequenceNumber, ProducerClosed, ProducerFenced)
 
 
+class _Record:
+    """What is published. `order_key`: unless empty it says which partition, instead of the key."""
+
+    __slots__ = ("body", "headers", "key", "order_key")
+
+    def __init__(
+        self, key: bytes, body: bytes, headers: Mapping[str, bytes], order_key: bytes
+    ) -> None:
+        self.key = key
+        self.body = body
+        self.headers = list(headers.items())
+        self.order_key = order_key
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
+
+    async def partition(self, producer: AIOKafkaProducer, topic: str) -> int | None:
+        """None: the client's own choice, by the key."""
+        if not self.order_key:
+            return None
+        return await _partition_of(producer, topic, self.order_key)
+
+
+async def _partition_of(producer: AIOKafkaProducer, topic: str, key: bytes) -> int:
+    """Where Kafka's own partitioner puts this key."""
+    partitions = sorted(await producer.partitions_for(topic))
+    return int(DefaultPartitioner()(key, partitions, partitions))
+
+
 class KafkaSink:
     """`actors.ports.Sink` over one aiokafka producer."""
 
@@ -115,7 +145,13 @@ class KafkaSink:
         return self._failure if fresh and self._n_failures >= _FAULT_AFTER else None
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         bound_s = self._options.request_timeout_ms / 1000
         timeout = asyncio.timeout(bound_s)
@@ -125,7 +161,8 @@ class KafkaSink:
             async with timeout:
                 producer = await self._ready_producer()
                 await self._find_topic(producer, destination)
-                await self._send(producer, destination, key_of_id(key), body, headers)
+                record = _Record(key_of_id(key), body, headers, key_of_id(order_key or ""))
+                await self._send(producer, destination, record)
         except PublishError as error:
             self._note_failure(destination, error)
             raise
@@ -139,21 +176,20 @@ class KafkaSink:
             self._n_failures = 0
         self._metrics.count("sink_records_total", transport="kafka")
 
-    async def _send(
-        self,
-        producer: AIOKafkaProducer,
-        topic: str,
-        key: bytes,
-        body: bytes,
-        headers: Mapping[str, bytes],
-    ) -> None:
-        given = len(body) + sum(len(name) + len(value) for name, value in headers.items())
+    async def _send(self, producer: AIOKafkaProducer, topic: str, record: _Record) -> None:
+        given = record.size_bytes
         limit = self._topics.limit(topic)
         if limit is not None and given + RECORD_OVERHEAD_BYTES > limit:
             raise self._too_large(topic, given)
         if limit is None or limit >= self._batch_bytes:
             try:
-                sent = await producer.send(topic, body, key=key, headers=list(headers.items()))
+                sent = await producer.send(
+                    topic,
+                    record.body,
+                    key=record.key,
+                    headers=record.headers,
+                    partition=await record.partition(producer, topic),
+                )
             except MessageSizeTooLargeError:  # above max_request_size: nothing was sent
                 raise self._too_large(topic, given) from None
             try:
@@ -164,24 +200,16 @@ class KafkaSink:
                 # what we were told, so from here on its records travel alone.
                 await self._read_limit(topic)
         try:
-            await self._send_alone(producer, topic, key, body, headers)
+            await self._send_alone(producer, topic, record)
         except (MessageSizeTooLargeError, RecordListTooLargeError):
             await self._read_limit(topic)
             raise self._too_large(topic, given) from None
 
-    async def _send_alone(
-        self,
-        producer: AIOKafkaProducer,
-        topic: str,
-        key: bytes,
-        body: bytes,
-        headers: Mapping[str, bytes],
-    ) -> None:
-        """A batch of this record only, on the partition that its key would have had anyway."""
-        partitions = sorted(await producer.partitions_for(topic))
+    async def _send_alone(self, producer: AIOKafkaProducer, topic: str, record: _Record) -> None:
+        """A batch of this record only, on the partition that it would have had anyway."""
         batch = producer.create_batch()
-        batch.append(timestamp=None, key=key, value=body, headers=list(headers.items()))
-        partition = DefaultPartitioner()(key, partitions, partitions)
+        batch.append(timestamp=None, key=record.key, value=record.body, headers=record.headers)
+        partition = await _partition_of(producer, topic, record.order_key or record.key)
         # A batch that waits for its turn while the producer is stopped is never sent, and another
         # one behind it would wait for that: so one waits at a time, and not for a dead producer.
         async with self._queueing:

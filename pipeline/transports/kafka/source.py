@@ -101,8 +101,11 @@ class KafkaSource(BrokerSource):
 
     def is_withdrawn(self, delivery: HeldDelivery) -> bool:
         """Its partition is being revoked, or has been."""
-        ours = self._assignment.holds(delivery)
-        return not ours or place_of(delivery)[0] in self._assignment.draining
+        return not self.holds(delivery) or place_of(delivery)[0] in self._assignment.draining
+
+    def holds(self, delivery: HeldDelivery) -> bool:
+        """Its partition is ours since it was handed out."""
+        return self._assignment.holds(delivery)
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`: the commit remembers it before the step begins."""

@@ -117,7 +117,13 @@ class RedisSink:
         )
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         size = len(body) + sum(len(name) + len(value) for name, value in headers.items())
         if self.max_record_bytes is not None and size > self.max_record_bytes:

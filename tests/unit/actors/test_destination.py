@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,13 @@ class Letters:
         self.taken: list[tuple[bytes, Mapping[str, bytes]]] = []
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         assert destination == "dead"
         self.taken.append((body, headers))
@@ -300,6 +307,36 @@ async def test_an_ordered_key_is_never_overtaken_even_when_the_store_is_down_for
         await it.quiet()
     assert store.bodies == [b"v0", b"v1", b"v2", b"v3", b"v4"]
     assert {delivery.outcome for delivery in deliveries} == {"settled"}
+
+
+async def test_two_hundred_versions_of_one_key_leave_in_order_however_they_were_computed() -> None:
+    """Refused ones too: they stand in line like all others."""
+    n = 200
+    deliveries = [
+        document(b"?" if i % 10 == 9 else b"v%d" % i, key="k", number=i) for i in range(n)
+    ]
+    store = Store([PublishError("busy", retryable=True)] * 20, tell=True)
+    ends = list(range(n - n // 10))
+    random.Random(7).shuffle(ends)
+    async with bench(deliveries, store, order="key", attempts=1) as it:
+        for number in ends:
+            it.end(number)
+        await it.quiet()
+    assert store.bodies == [d.body for d in deliveries if d.body != b"?"]
+    assert len(store.told) == n // 10
+    assert {delivery.outcome for delivery in deliveries} == {"settled"}
+
+
+async def test_what_was_given_away_meanwhile_is_not_published_behind_newer_results() -> None:
+    """Its new owner answers it, and perhaps what follows it, before we come to it."""
+    deliveries = [document(b"v%d" % i, key="k", number=i) for i in range(3)]
+    async with bench(deliveries, Store(), order="key") as it:
+        it.end(1)
+        deliveries[0].held = deliveries[1].held = False
+        it.end(0)
+        it.end(2)
+        await it.quiet()
+    assert it.store.bodies == [b"v2"] and deliveries[2].outcome == "settled"
 
 
 async def test_a_document_that_returns_to_an_earlier_text_is_no_twin_on_an_ordered_route() -> None:

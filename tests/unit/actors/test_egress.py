@@ -38,7 +38,13 @@ class StrictSink:
         return None
 
     async def publish(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+        self,
+        destination: str,
+        key: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        *,
+        order_key: str | None = None,
     ) -> None:
         given = len(key) + len(body) + sum(len(n) + len(v) for n, v in headers.items())
         if given > self.limit_bytes:
@@ -116,7 +122,13 @@ async def test_a_reply_that_no_record_holds_ends_in_a_dead_letter() -> None:
 
     class Narrow(StrictSink):
         async def publish(
-            self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+            self,
+            destination: str,
+            key: str,
+            body: bytes,
+            headers: Mapping[str, bytes],
+            *,
+            order_key: str | None = None,
         ) -> None:
             self.limit_bytes = 10 if destination == "replies" else 4096
             await super().publish(destination, key, body, headers)

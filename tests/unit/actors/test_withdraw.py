@@ -100,6 +100,18 @@ def test_a_line_goes_on_without_what_was_withdrawn() -> None:
     assert len(order) == 0
 
 
+def test_of_an_ordered_line_only_the_end_is_withdrawn() -> None:
+    """What has begun behind it would be published first, and its next owner would go back in time."""
+    egress, table, route = station()
+    lined_up = [
+        admitted(table, route, number, ticket=egress.line_up(route, key))
+        for number, key in enumerate("aabb")
+    ]
+    lined_up[1].first_forward_at = 1.0  # of line a the second, of line b none
+    assert egress.withdraw() == 2
+    assert [outcome is not None for outcome in outcomes(lined_up)] == [False, False, True, True]
+
+
 def test_how_much_a_drain_can_finish_follows_the_measured_rate() -> None:
     _, table, route = station()
     for number in range(50):

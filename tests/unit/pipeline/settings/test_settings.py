@@ -602,6 +602,26 @@ def test_docs_settings_is_what_the_code_says() -> None:
     assert not [row for row in rows if row.endswith("|  |")], "an option without a sentence"
 
 
+@pytest.mark.parametrize(
+    ("source", "order", "able"),
+    [
+        ("redis://localhost/q", "key", '"none"'),
+        ("file:///in.jsonl", "key", '"none" or "partition"'),
+        ("file:///in.jsonl", "partition", None),
+        ("kafka://localhost/q", "partition", None),
+    ],
+)
+def test_an_order_that_the_source_cannot_keep_is_refused(
+    source: str, order: str, able: str | None
+) -> None:
+    given = {**BASE, "routes.0.source": source, "routes.0.order": order}
+    if able is None:
+        assert load(given, {}, None).routes[0].order == order
+    else:
+        text = refused(given)
+        assert "routes.0.order" in text and f"set it to {able}, or" in text
+
+
 KEYS = st.lists(
     st.sampled_from(
         ["models", "m", "path", "routes", "0", "7", "r", "source", "name", "limits", "max_items",
