@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import structlog
-from aiokafka import TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 
-from actors.ports import Delivery, Withdraw
+from actors.ports import Delivery, Metrics, Withdraw
 from pipeline.transports.delivery import HandOff, HeldDelivery, Owner, Redelivery
-from pipeline.transports.kafka.deliveries import partition_fields, place_of
+from pipeline.transports.kafka.deliveries import delivery_of, partition_fields, place_of
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.watermark import PartitionWatermark, Watermarks
 
@@ -30,7 +30,14 @@ log = structlog.get_logger(__name__)
 class Assignment:
     """Watermarks of the partitions that are ours; `draining`: those being revoked now."""
 
-    def __init__(self, options: KafkaOptions, hand_off: HandOff, redelivery: Redelivery) -> None:
+    def __init__(
+        self,
+        options: KafkaOptions,
+        hand_off: HandOff,
+        redelivery: Redelivery,
+        metrics: Metrics,
+    ) -> None:
+        self._metrics = metrics
         self._hand_off = hand_off
         self._redelivery = redelivery
         self._budget_s = min(
@@ -53,7 +60,32 @@ class Assignment:
         """Partitions of which `count` more records may be handed out."""
         return [part for part in self.marks.partitions if self.marks[part].room >= count]
 
-    def mark_of(self, partition: TopicPartition, offset: int) -> PartitionWatermark:
+    def take(
+        self,
+        owner: Owner,
+        partition: TopicPartition,
+        records: Sequence[ConsumerRecord],
+        now: float,
+    ) -> list[HeldDelivery]:
+        """Fetched records as deliveries, in flight from here on; without what was finished before."""
+        deliveries = []
+        for record in records:
+            mark = self._mark_of(partition, record.offset)
+            mark.hand_out(record.offset)
+            if record.offset in mark.known.done:  # by us or by another
+                mark.settle(record.offset)
+                self._metrics.count("source_skipped_done_total", transport="kafka")
+                continue
+            delivery = delivery_of(owner, partition, record, mark, now)
+            if delivery.damage is not None:
+                self._metrics.count("source_unreadable_batches_total", transport="kafka")
+                log.error("kafka_batch_unreadable", reason=delivery.damage, **delivery.origin)
+            mark.held_bytes += delivery.size_bytes
+            deliveries.append(delivery)
+        self._metrics.count("source_records_total", len(records), transport="kafka")
+        return deliveries
+
+    def _mark_of(self, partition: TopicPartition, offset: int) -> PartitionWatermark:
         """Where `offset` is handed out; a log that begins again gets a new epoch."""
         if offset <= self.marks[partition].last_handed_out:
             log.warning("kafka_log_restarted", **partition_fields(partition), offset=offset)

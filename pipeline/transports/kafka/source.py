@@ -33,7 +33,7 @@ from pipeline.transports.kafka.consumer import (
     step_back,
     stop_consumer,
 )
-from pipeline.transports.kafka.deliveries import delivery_of, place_of, unreadable_record
+from pipeline.transports.kafka.deliveries import place_of, unreadable_record
 from pipeline.transports.kafka.offsets import COMMIT_TIMEOUT_S, Offsets
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.window import Window
@@ -62,7 +62,7 @@ class KafkaSource(BrokerSource):
     ) -> None:
         super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self._assignment = Assignment(options, self._hand_off, self._redelivery)
+        self._assignment = Assignment(options, self._hand_off, self._redelivery, self._metrics)
         self._marks = self._assignment.marks
         self._fetch_bytes = options.max_partition_fetch_bytes
         self._offsets = Offsets(options, self._marks, self._metrics)
@@ -254,23 +254,8 @@ class KafkaSource(BrokerSource):
         return min(options.max_receive, max(1, options.max_in_flight_per_partition // 4), room)
 
     def _hand_out(self, partition: TopicPartition, records: list[ConsumerRecord]) -> None:
-        now = self._clock.monotonic()
-        self._last_record_at = now
-        deliveries = []
-        for record in records:
-            mark = self._assignment.mark_of(partition, record.offset)
-            mark.hand_out(record.offset)
-            if record.offset in mark.known.done:  # finished before, by us or by another
-                mark.settle(record.offset)
-                self._metrics.count("source_skipped_done_total", transport="kafka")
-                continue
-            delivery = delivery_of(self, partition, record, mark, now)
-            if delivery.damage is not None:
-                self._metrics.count("source_unreadable_batches_total", transport="kafka")
-                log.error("kafka_batch_unreadable", reason=delivery.damage, **delivery.origin)
-            mark.held_bytes += delivery.size_bytes
-            deliveries.append(delivery)
-        self._metrics.count("source_records_total", len(records), transport="kafka")
+        self._last_record_at = now = self._clock.monotonic()
+        deliveries = self._assignment.take(self, partition, records, now)
         self._hand_off.put(deliveries)
         if self._hand_off.closed:  # they came while intake was being stopped
             self._assignment.lose(deliveries)
