@@ -43,6 +43,8 @@ class EncodedItem:
 
     input_ids: [n_tokens] int32, host.  token_type_ids: [n_tokens] int32 or None (all zero).
     pooled_from: first token that takes part in mean pooling (a prompt may be excluded).
+    attended: leading tokens that tokens attend to; None: all. ColBERT's expansion tokens stand behind
+        them: they read the query and are not read.
     extras: arrays that only some families read (pixel values, delimiter positions), by name.
     """
 
@@ -51,6 +53,7 @@ class EncodedItem:
     token_type_ids: Int32 | None = None
     truncated: bool = False
     pooled_from: int = 0
+    attended: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class EncodedItem:
         if self.token_type_ids is not None:
             assert self.token_type_ids.dtype == np.int32
             assert self.token_type_ids.shape == self.input_ids.shape
+        assert self.attended is None or 0 < self.attended <= len(self.input_ids)
 
     @property
     def n_tokens(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from gpu.answer.chunks import in_chunks
 from gpu.answer.heads import scored
+from gpu.answer.maxsim import against_queries
 from gpu.answer.outputs import Outputs
 from gpu.batch import ItemOutcome, PackedBatch
 from gpu.folder.spec import ModelSpec
@@ -48,11 +49,13 @@ class ModelRunner(BaseRunner):
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> list[ItemOutcome]:
-        """See `BaseRunner.forward`; items of several chunks come back as their average."""
-        averaged = in_chunks(
-            batch, self.forward, budget=self.info.max_batch_tokens, normalize=self.spec.normalize
-        )
-        return super().forward(batch) if averaged is None else averaged
+        """See `BaseRunner.forward`; items of several chunks come back as their average,
+        documents beside a query as its score."""
+        budget = self.info.max_batch_tokens
+        found = in_chunks(batch, self.forward, budget=budget, normalize=self.spec.normalize)
+        if found is None:
+            found = against_queries(batch, self.forward, budget=budget)
+        return super().forward(batch) if found is None else found
 
     def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
         shared = None if self._sharing is None else self._sharing.states(batch)

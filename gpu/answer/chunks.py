@@ -46,20 +46,29 @@ def in_chunks(
         pieces = _pieces(item)
         owners.append(list(range(len(parts), len(parts) + len(pieces))))
         parts.extend(pieces)
-    found: list[ItemOutcome | None] = [None] * len(parts)
+    found = in_groups(parts, forward, budget)
+    done: list[ItemOutcome] = []
+    for item, places in zip(batch.items, owners, strict=True):
+        outcomes = [found[place] for place in places]
+        if CHUNKS in item.extras:
+            done.append(_average(item, outcomes, normalize))
+        else:
+            done.append(outcomes[0])
+    return done
+
+
+def in_groups(
+    parts: Sequence[EncodedItem],
+    forward: Callable[[PackedBatch], list[ItemOutcome]],
+    budget: int,
+) -> list[ItemOutcome]:
+    """One outcome per part, in order, computed in packs of at most `budget` tokens."""
+    found: dict[int, ItemOutcome] = {}
     for group in _groups(parts, budget):
         packed = pack([parts[i] for i in group])
         for row, outcome in enumerate(forward(packed)):
             found[group[int(packed.item_index[row])]] = outcome
-    done: list[ItemOutcome] = []
-    for item, places in zip(batch.items, owners, strict=True):
-        outcomes = [found[place] for place in places]
-        assert all(outcome is not None for outcome in outcomes)
-        if CHUNKS in item.extras:
-            done.append(_average(item, outcomes, normalize))  # type: ignore[arg-type]
-        else:
-            done.append(outcomes[0])  # type: ignore[arg-type]
-    return done
+    return [found[i] for i in range(len(parts))]
 
 
 def _pieces(item: EncodedItem) -> list[EncodedItem]:

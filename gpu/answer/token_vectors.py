@@ -19,7 +19,7 @@ from gpu.answer.sparse import load_linear
 from gpu.batch import Float32, PackedBatch
 from gpu.device.linears import prepack_one
 from gpu.device.staging import CopyOut, Ticket, upload
-from gpu.folder.outputs import TokenVectorSpec
+from gpu.folder.outputs import QUERY_PROMPT, TokenVectorSpec
 from gpu.pooler import NORM_EPS, DenseStack
 
 
@@ -85,6 +85,6 @@ class TokenVectors(nn.Module):
         kept = np.ones(item.n_tokens, dtype=bool)
         if self._spec.skip_first:
             kept[0] = False
-        if len(self._skip) and item.extras.get("prompt_name") != self._spec.query_prompt:
+        if len(self._skip) and item.extras.get("prompt_name") != QUERY_PROMPT:
             kept &= ~np.isin(item.input_ids, self._skip)
         return np.flatnonzero(kept) + int(batch.cu_seqlens[row])

@@ -41,6 +41,7 @@ class LayerKind:
     n_heads, n_kv_heads, head_dim: head i reads key/value head `i // (n_heads / n_kv_heads)`.
     bias: an additive bias comes with every call.
     multi_item: sequences are split into a shared prefix and items that do not see each other.
+    partial_keys: the last tokens of some items are not attended to (`PackLayout.keys`).
     """
 
     causal: bool
@@ -53,6 +54,7 @@ class LayerKind:
     head_dim: int
     bias: bool = False
     multi_item: bool = False
+    partial_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.causal:
@@ -81,6 +83,8 @@ class LayerKind:
             parts.append("additive bias")
         if self.multi_item:
             parts.append("multi-item")
+        if self.partial_keys:
+            parts.append("partial keys")
         heads = f"{self.n_heads}" if self.n_heads == self.n_kv_heads else ""
         parts.append(f"heads {heads or f'{self.n_heads}:{self.n_kv_heads}'} x {self.head_dim}")
         return ", ".join(parts)
@@ -114,11 +118,13 @@ class MultiItem:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent items of one length: rows [start, start + count * length) of the pack."""
+    """Adjacent items of one length: rows [start, start + count * length) of the pack. keys: leading
+    tokens of each that are attended to."""
 
     start: int
     length: int
     count: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -126,16 +132,19 @@ class PackLayout:
     """The shape of one pack, on the host. Made once per forward, shared by all layers.
 
     cu_seqlens: prefix sums of item lengths, starts at 0, `n_items + 1` values.
+    keys: [n_items] leading tokens of each item that are attended to; None: all of every item.
     """
 
     cu_seqlens: tuple[int, ...]
     device: torch.device
     multi_item: MultiItem | None = None
+    keys: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         cu = self.cu_seqlens
         assert len(cu) >= 1 and cu[0] == 0, "cu_seqlens starts at 0"
         assert all(a <= b for a, b in pairwise(cu)), "cu_seqlens never falls"
+        assert self.keys is None or len(self.keys) == self.n_items
         if self.multi_item is not None:
             assert len(self.multi_item.prefix_lens) == self.n_items
             for length, prefix, positions in zip(
@@ -156,7 +165,10 @@ class PackLayout:
         """From a `PackedBatch`, or from prefix sums (sequence, array or host tensor)."""
         source: Any = batch.cu_seqlens if isinstance(batch, PackedBatch) else batch
         values = source.tolist() if hasattr(source, "tolist") else source
-        return cls(tuple(int(n) for n in values), torch.device(device), multi_item)
+        keys = None
+        if isinstance(batch, PackedBatch) and any(i.attended is not None for i in batch.items):
+            keys = tuple(i.n_tokens if i.attended is None else i.attended for i in batch.items)
+        return cls(tuple(int(n) for n in values), torch.device(device), multi_item, keys)
 
     @property
     def n_items(self) -> int:
@@ -178,17 +190,18 @@ class PackLayout:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Non-empty items, adjacent equal lengths joined."""
+        """Non-empty items, adjacent ones of equal length and keys joined."""
         runs: list[Run] = []
-        for start, length in zip(self.cu_seqlens, self.lengths, strict=False):
+        keys = self.lengths if self.keys is None else self.keys
+        for start, length, seen in zip(self.cu_seqlens, self.lengths, keys, strict=False):
             if length == 0:
                 continue
             last = runs[-1] if runs else None
             # An empty item lies between two runs without moving their rows, so adjacency holds.
-            if last is not None and last.length == length:
-                runs[-1] = Run(last.start, length, last.count + 1)
+            if last is not None and (last.length, last.keys) == (length, seen):
+                runs[-1] = Run(last.start, length, last.count + 1, seen)
             else:
-                runs.append(Run(start, length, 1))
+                runs.append(Run(start, length, 1, seen))
         return tuple(runs)
 
     @cached_property

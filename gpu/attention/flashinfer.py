@@ -126,6 +126,8 @@ class FlashInferBackend:
             return "windows look back only, and only in causal layers"
         if kind.bias:
             return "has no additive bias"
+        if kind.partial_keys:
+            return "attends to whole items"
         return None
 
     def plan(self, layout: PackLayout, kind: LayerKind, dtype: torch.dtype) -> FlashInferPlan:

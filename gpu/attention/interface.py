@@ -185,6 +185,7 @@ def attention(
     kind = _layer_kind(
         module, query, key, value, scaling, is_causal, sliding_window, softcap,
         position_bias is not None, context.layout.multi_item is not None,
+        context.layout.keys is not None,
     )  # fmt: skip
     context.record(kind, attention_mask)
     return context.attend(kind, query, key, value, position_bias).contiguous(), None
@@ -201,6 +202,7 @@ def _layer_kind(
     softcap: float | None,
     bias: bool,
     multi_item: bool,
+    partial_keys: bool,
 ) -> LayerKind:
     """transformers' conventions into a kind.
 
@@ -225,6 +227,7 @@ def _layer_kind(
         query.shape[3],
         bias,
         multi_item,
+        partial_keys,
     )
 
 
@@ -239,6 +242,7 @@ def _kind(
     head_dim: int,
     bias: bool,
     multi_item: bool,
+    partial_keys: bool,
 ) -> LayerKind:
     return LayerKind(
         causal=causal,
@@ -251,4 +255,5 @@ def _kind(
         head_dim=head_dim,
         bias=bias,
         multi_item=multi_item,
+        partial_keys=partial_keys,
     )

@@ -12,12 +12,13 @@ grow with length x window and not with length squared; the cuts depend on the it
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from gpu.attention.base import LayerKind, PackLayout, bias_slice
+from gpu.attention.base import AttentionError, LayerKind, PackLayout, bias_slice
 
 # Query rows per call in a windowed layer: small enough that the band (rows + window) stays far below
 # the item's length, large enough that the kernel's own 32 to 256 row blocks are full.
@@ -74,13 +75,13 @@ class SdpaBackend:
         """Groups, cuts and masks for one layer kind; a few microseconds per distinct length."""
         if kind.multi_item:
             return _plan_multi_item(layout, kind, dtype)
-        by_length: dict[int, tuple[Call, ...]] = {}
+        by_length: dict[tuple[int, int], tuple[Call, ...]] = {}
         runs = []
         for run in layout.runs:
-            calls = by_length.get(run.length)
+            calls = by_length.get((run.length, run.keys))
             if calls is None:
-                calls = _calls(kind, run.length, dtype, layout.device)
-                by_length[run.length] = calls
+                calls = _calls(kind, run.length, run.keys, dtype, layout.device)
+                by_length[run.length, run.keys] = calls
             runs.append((run.start, run.length, run.count, calls))
         return SdpaPlan(kind, layout.total_tokens, tuple(runs))
 
@@ -145,7 +146,7 @@ def _attend(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Items of one length: q [n, n_heads, length, head_dim] -> [n * length, n_heads, head_dim]."""
-    if len(calls) == 1 and bias is None:
+    if len(calls) == 1 and bias is None and calls[0].k1 == k.shape[2]:
         call = calls[0]
         out = dense(
             q, k, v, mask=call.mask, causal=call.causal, scale=kind.scale, softcap=kind.softcap
@@ -237,18 +238,27 @@ def joined(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(
-    kind: LayerKind, length: int, dtype: torch.dtype, device: torch.device
+    kind: LayerKind, length: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Call, ...]:
-    """How one item of `length` tokens is computed; depends on nothing but its length and kind."""
+    """How one item of `length` tokens is computed, of which the first `keys` are attended to; depends on
+    nothing but these and its kind. Raises `AttentionError` for a row that would attend to nothing."""
     left = kind.window_left if kind.window_left is not None else length
     right = kind.window_right if kind.window_right is not None else length
+    if keys < length and left < length - keys:
+        raise AttentionError(
+            f"a window of {left} tokens leaves nothing to attend to for the last of {length - keys} "
+            "tokens that are not attended to"
+        )
     if left >= length - 1 and (kind.causal or right >= length - 1):
-        return (Call(0, length, 0, length, None, kind.causal and length > 1),)
+        if keys < length and kind.causal:
+            whole = Call(0, length, 0, keys, None, False)
+            return (dataclasses.replace(whole, mask=band_mask(whole, kind, dtype, device)),)
+        return (Call(0, length, 0, keys, None, kind.causal and length > 1),)
     calls = []
     masks: dict[tuple[int, int, int], torch.Tensor] = {}  # blocks inside the item look alike
     for q0 in range(0, length, WINDOW_ROWS):
         q1 = min(q0 + WINDOW_ROWS, length)
-        k0, k1 = max(0, q0 - left), min(length, q1 + right)
+        k0, k1 = max(0, q0 - left), min(keys, q1 + right)
         shape = (q1 - q0, k0 - q0, k1 - q0)
         if shape not in masks:
             masks[shape] = band_mask(Call(q0, q1, k0, k1, None, False), kind, dtype, device)

@@ -83,6 +83,8 @@ class VarlenBackend:
             return "has no additive bias"
         if kind.multi_item:
             return "has no multi-item mask"
+        if kind.partial_keys:
+            return "attends to whole items"
         return None
 
     def plan(self, layout: PackLayout, kind: LayerKind, dtype: torch.dtype) -> VarlenPlan:

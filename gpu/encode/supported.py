@@ -59,18 +59,6 @@ def _outputs(request: EmbedRequest, spec: ModelSpec) -> tuple[Output, ...]:
         )
     if outputs == ("sparse",) and request.normalize:
         raise Unsupported("sparse weights are never normalised", path="$.normalize")
-    tokens = spec.multivector
-    if (
-        tokens is not None
-        and tokens.expanded_queries
-        and "multivector" in outputs
-        and request.prompt_name == tokens.query_prompt
-    ):
-        raise Unsupported(
-            "this model's queries are padded with mask tokens, which is not supported; its documents "
-            "are",
-            path="$.prompt_name",
-        )
     return outputs
 
 

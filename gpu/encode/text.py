@@ -20,6 +20,8 @@ import numpy as np
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
 from gpu.encode.cut import cut_to, empty, too_long
+from gpu.encode.joined import joined
+from gpu.encode.late import beside, both_sides, expanded, of_queries
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
 from gpu.encode.prompts import NO_IDS, Prompts
@@ -32,10 +34,8 @@ from gpu.folder.prompts import N_SHARED
 from gpu.folder.spec import ModelSpec
 from schemas.errors import (
     EmbedstreamError,
-    EmptyInput,
     InvalidRequest,
     ModelError,
-    TooLong,
     Unsupported,
 )
 from schemas.requests import (
@@ -68,6 +68,7 @@ class _Plan:
     lead: Int32 = field(default_factory=lambda: NO_IDS)
     prompt_name: str | None = None
     pairs: PairPlan | None = None
+    sides: tuple[_Plan, _Plan] | None = None
 
 
 class TextEncoder:
@@ -107,7 +108,7 @@ class TextEncoder:
             told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
             notes = (*notes, told)
         self._prompts = Prompts(spec, self._control)
-        pairs = "rerank" in spec.tasks
+        pairs = "rerank" in spec.tasks and spec.multivector is None
         types = token_types and pairs
         own = self._template.as_lists(pairs=pairs, types=types)
         around = [types, own, self._control.as_lists(), self._prompts.as_lists()]
@@ -172,6 +173,11 @@ class TextEncoder:
                 return error
             plan.texts.extend(range(start, len(texts)))
             return plan
+        if isinstance(request, RerankRequest) and self.spec.multivector is not None:
+            asked, given = (self._plan(side, texts) for side in both_sides(request))
+            assert isinstance(asked, _Plan) and isinstance(given, _Plan)
+            plan.sides = asked, given
+            return plan
         if isinstance(request, RerankRequest):
             add(request.query)
             for document in request.documents:
@@ -218,6 +224,9 @@ class TextEncoder:
 
     def _assemble(self, plan: _Plan, contents: list[Content]) -> EncodedRequest | EmbedstreamError:
         request = plan.request
+        if plan.sides is not None:
+            query, documents = (self._assemble(side, contents) for side in plan.sides)
+            return beside(query, documents, plan.options)
         if isinstance(request, RerankRequest):
             return self._assemble_pairs(plan, request, contents)
         prompt_ids = None if plan.prompt_at is None else contents[plan.prompt_at]
@@ -247,21 +256,22 @@ class TextEncoder:
         n_around = self._template.n_single + len(plan.lead)
         n_prompt = 0 if prompt_ids is None else len(prompt_ids)
         masked = not self.spec.include_prompt and n_prompt + len(plan.lead) > 0
-        if len(content) + n_around > self.limit and _aggregates(plan.request):
+        limit, expansion = of_queries(self.spec, plan.prompt_name)
+        if len(content) + n_around > limit and _aggregates(plan.request):
             head = np.concatenate((self._template.prefix, plan.lead))
             return chunked(
                 head,
                 content,
                 content[:n_prompt],
                 self._template.suffix,
-                limit=self.limit,
+                limit=limit,
                 options=plan.options,
                 index=index,
                 pooled_from=self._after(len(head)) + n_prompt if masked else 0,
             )
-        cut = cut_to(content, self.limit - n_around, plan.request.truncate)
+        cut = cut_to(content, limit - n_around, plan.request.truncate)
         if cut is None:
-            return too_long(index, len(content) + n_around, self.limit)
+            return too_long(index, len(content) + n_around, limit)
         ids = self._template.single(np.concatenate((plan.lead, cut)) if len(plan.lead) else cut)
         if len(ids) == 0:
             return empty(f"$.input[{index}]", index)
@@ -270,13 +280,14 @@ class TextEncoder:
             lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
             kept = len(plan.lead) + min(max(n_prompt - lost, 0), len(cut))
             pooled_from = self._after(len(self._template.prefix)) + kept if kept else 0
-        return EncodedItem(
+        item = EncodedItem(
             ids,
             plan.options,
             truncated=len(cut) < len(content),
             pooled_from=pooled_from,
             extras={} if plan.prompt_name is None else {"prompt_name": plan.prompt_name},
         )
+        return expanded(item, expansion)
 
     def _after(self, n_prefix: int) -> int:
         """Where a masked prompt is counted from: NV-Embed's code forgets the first token."""
@@ -333,23 +344,16 @@ class TextEncoder:
         if plan.pairs is not None:
             return self._assemble_prompted(plan, plan.pairs, request, contents)
         query, *documents = (contents[place] for place in plan.texts)
-        if isinstance(query, EmbedstreamError):
-            return query
-        if len(query) == 0 and self.empty_input == "error":
-            return EmptyInput("the query holds no token", path="$.query")
-        room = self.limit - self._template.n_pair - len(query)
-        if room < 1:
-            return TooLong(
-                "the query leaves no room for a document, and a query is never cut; shorten it",
-                path="$.query",
-                given=len(query) + self._template.n_pair,
-                limit=self.limit - 1,
-            )
-        head = self._template.pair_head(query)
-        items = tuple(
-            self._pair(plan, index, head, content, room) for index, content in enumerate(documents)
+        return joined(
+            self._template,
+            query,
+            documents,
+            limit=self.limit,
+            options=plan.options,
+            truncate=request.truncate,
+            token_types=self._token_types,
+            allow_empty=self.empty_input == "embed",
         )
-        return EncodedRequest(items)
 
     def _assemble_prompted(
         self, plan: _Plan, pairs: PairPlan, request: RerankRequest, contents: list[Content]
@@ -370,24 +374,6 @@ class TextEncoder:
             for one in built
         )
         return EncodedRequest(items, prompt=pairs.instruction)
-
-    def _pair(
-        self, plan: _Plan, index: int, head: tuple[Int32, Int32], content: Content, room: int
-    ) -> EncodedItem | EmbedstreamError:
-        if isinstance(content, EmbedstreamError):
-            return content
-        if len(content) == 0 and self.empty_input == "error":
-            return empty(f"$.documents[{index}]", index)
-        cut = cut_to(content, room, plan.request.truncate)
-        if cut is None:
-            return too_long(index, len(content) + self.limit - room, self.limit)
-        ids, types = self._template.pair(head, cut)
-        return EncodedItem(
-            ids,
-            plan.options,
-            token_type_ids=types if self._token_types and types.any() else None,
-            truncated=len(cut) < len(content),
-        )
 
 
 def _aggregates(request: AnyRequest) -> bool:

@@ -15,6 +15,7 @@ from gpu.folder.families import Family
 from gpu.folder.modules import POOLINGS, Modules, pooling_name
 from gpu.folder.outputs import extra_outputs, prefixed_prompts
 from gpu.folder.spec import Overrides
+from schemas.requests import Task
 
 
 def embed_fields(
@@ -37,8 +38,9 @@ def embed_fields(
     notes = list(extra.notes)
     if not extra.dense:
         token_size = extra.multivector.dimensions if extra.multivector else None
+        late: set[Task] = {"rerank", "score"} if extra.multivector else set()
         return {
-            "tasks": frozenset({"embed"}),
+            "tasks": frozenset({"embed", *late}),
             "head": False,
             "normalize": modules.normalize,
             "allowed_dimensions": token_size and allowed_dimensions(config, token_size, said),

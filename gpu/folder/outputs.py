@@ -21,7 +21,13 @@ from schemas.requests import Output
 
 OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")
 SPARSE_LINEAR, COLBERT_LINEAR = "sparse_linear.pt", "colbert_linear.pt"
-_PREFIXES = (("query_prefix", "query"), ("document_prefix", "document"))
+QUERY_PROMPT, DOCUMENT_PROMPT = "query", "document"
+_PREFIXES = (("query_prefix", QUERY_PROMPT), ("document_prefix", DOCUMENT_PROMPT))
+# Each says that the folder was written by PyLate, whose default is to expand queries.
+_PYLATE_KEYS = (
+    "query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens",
+    "attend_to_mask_tokens", "query_prefix", "document_prefix", "skiplist_words",
+)  # fmt: skip
 _NEVER_LEXICAL = ("cls_token", "eos_token", "pad_token", "unk_token", "bos_token", "sep_token")
 
 
@@ -65,15 +71,29 @@ class LexicalSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Expansion:
+    """ColBERT's query expansion: a query is filled up to `length` tokens with `token`.
+
+    cut: a longer query is cut to `length` too. attend: the model attends to the added tokens; they give
+    vectors either way. Rules: PyLate's, as Sentence-Transformers' `QueryExpansionConfig` has them.
+    """
+
+    token: int
+    length: int
+    cut: bool = True
+    attend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TokenVectorSpec:
     """One vector per token: a projection of its hidden state.
 
     dense: Dense modules in order; linear: BGE-M3's pickled one instead. skip_first: the first token
     gives no vector (BGE-M3). skip_ids: tokens of documents that give none (ColBERT's skip list).
-    query_prompt: items under this prompt name are queries, whose tokens all count.
+    Items under the prompt name `QUERY_PROMPT` are queries, whose tokens all count.
     prefix_ids: (prompt name, token, text): the token stands for that beginning of the prompt, and
     goes right behind the tokenizer's own first token.
-    expanded_queries: the library pads queries with mask tokens, which we do not.
+    expansion: of queries; query_length: the limit of a query's tokens, None: the model's own.
     """
 
     dimensions: int
@@ -81,9 +101,16 @@ class TokenVectorSpec:
     linear: Path | None = None
     skip_first: bool = False
     skip_ids: tuple[int, ...] = ()
-    query_prompt: str = "query"
     prefix_ids: tuple[tuple[str, int, str], ...] = ()
-    expanded_queries: bool = False
+    expansion: Expansion | None = None
+    query_length: int | None = None
+
+    @property
+    def unread_tokens(self) -> int | None:
+        """Tokens of a query whose added ones are not attended to; None: all of every item are."""
+        if self.expansion is None or self.expansion.attend:
+            return None
+        return self.expansion.length
 
     def files(self) -> list[Path]:
         """Weight files beside the model's own."""
@@ -93,7 +120,9 @@ class TokenVectorSpec:
     def meaning(self) -> Any:
         """What gives the weights their meaning, as plain values, for the fingerprint."""
         activations = [dense.activation for dense in self.dense]
-        return [activations, self.skip_first, list(self.skip_ids), self.prefix_ids]
+        found = [activations, self.skip_first, list(self.skip_ids), self.prefix_ids]
+        queries = (self.expansion, self.query_length)
+        return found if queries == (None, None) else [*found, repr(queries)]
 
 
 SparseSpec: TypeAlias = SpladeSpec | LexicalSpec
@@ -147,12 +176,7 @@ def extra_outputs(
                 f"{folder}: Dense {token_vectors.dense[0].folder.name} takes "
                 f"{token_vectors.dense[0].in_features} features, the model gives {hidden_size}"
             )
-        expanded = ("queries are not expanded with mask tokens, so they are refused",)
-        return ExtraOutputs(
-            multivector=token_vectors,
-            dense=False,
-            notes=expanded if token_vectors.expanded_queries else (),
-        )
+        return ExtraOutputs(multivector=token_vectors, dense=False)
     m3 = m3_specs(modules.transformer, config, hidden_size)
     if m3 is None:
         return ExtraOutputs()
@@ -235,8 +259,20 @@ def colbert_spec(
         dense=modules.token_dense,
         skip_ids=tuple(sorted(ids[word] for word in words if word in ids)),
         prefix_ids=prefix_ids,
-        expanded_queries=_expands_queries(transformer, st_config, pylate),
+        **_queries(transformer, st_config, pylate),
     )
+
+
+def late_fields(
+    folder: Path, common: Mapping[str, Any], vectors: TokenVectorSpec
+) -> dict[str, Any]:
+    """Fields of the `ModelSpec` of a model whose texts are queries or documents: both names are prompts."""
+    if vectors.expansion is not None and vectors.expansion.length > common["max_tokens"]:
+        raise ModelLoadError(
+            f"{folder}: queries are filled up to {vectors.expansion.length} tokens, and the model takes "
+            f"{common['max_tokens']}"
+        )
+    return {"prompts": {QUERY_PROMPT: "", DOCUMENT_PROMPT: "", **common["prompts"]}}
 
 
 def prefixed_prompts(st_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,11 +284,59 @@ def prefixed_prompts(st_config: Mapping[str, Any]) -> dict[str, Any]:
     return prompts
 
 
-def _expands_queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> bool:
-    own = read_sentence_bert(transformer).get("query_expansion")
-    if own is not None or st_config.get("query_expansion") is not None:
-        return True
-    return pylate and st_config.get("do_query_expansion") is not False
+def _queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> dict[str, Any]:
+    """`expansion` and `query_length` of the `TokenVectorSpec`, in the library's own precedence: the
+    transformer's file, then config_sentence_transformers.json, then PyLate's flat keys there."""
+    own = read_sentence_bert(transformer)
+    said = next((f["query_expansion"] for f in (own, st_config) if "query_expansion" in f), None)
+    length = own.get("query_length") or st_config.get("query_length")
+    explicit = "query_expansion" in own or "query_expansion" in st_config
+    by_pylate = pylate or any(key in st_config for key in _PYLATE_KEYS)
+    if not explicit and by_pylate and st_config.get("do_query_expansion") is not False:
+        attend = st_config.get("attend_to_expansion_tokens", st_config.get("attend_to_mask_tokens"))
+        size = st_config.get("query_length") or 32  # PyLate's default
+        said = {"strategy": "fixed", "attend": bool(attend), "length": size}
+        length = own.get("query_length")
+    for name, value in (("query_length", length), ("length", (said or {}).get("length", 1))):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ModelLoadError(f"{transformer}: {name} of queries is {value!r}, not 1 and more")
+    if said is None:
+        return {"query_length": length}
+    odd = set(said) - {"strategy", "attend", "token", "length"}
+    if odd or said.get("strategy") not in ("fixed", "min") or "length" not in said:
+        raise ModelLoadError(
+            f"{transformer}: query_expansion = {said!r} is not supported; supported are the strategies "
+            "fixed and min with a length, attend and token"
+        )
+    if length is not None and length < said["length"]:
+        raise ModelLoadError(
+            f"{transformer}: query_length {length} is below the {said['length']} tokens that queries "
+            "are filled up to"
+        )
+    cut = said["strategy"] == "fixed"
+    expansion = Expansion(
+        token=_expansion_token(transformer, said.get("token")),
+        length=said["length"],
+        cut=cut,
+        attend=bool(said.get("attend", False)),
+    )
+    return {"expansion": expansion, "query_length": said["length"] if cut else length}
+
+
+def _expansion_token(transformer: Path, named: str | None) -> int:
+    """Id of the token that queries are filled with: the named one, else the tokenizer's mask token."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        if named is None:
+            value = read_json(transformer / file).get("mask_token")
+            named = value.get("content") if isinstance(value, Mapping) else value
+    found = vocabulary(transformer).get(str(named))
+    if found is None:
+        raise ModelLoadError(
+            f"{transformer}: queries are filled up with mask tokens, and the tokenizer has none "
+            f"({named!r}); name one in query_expansion.token, or set do_query_expansion to false if the "
+            "model was trained without"
+        )
+    return found
 
 
 def vocabulary(transformer: Path) -> dict[str, int]:

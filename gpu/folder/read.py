@@ -28,6 +28,7 @@ from gpu.folder.limits import max_tokens
 from gpu.folder.modules import read_json, read_modules
 from gpu.folder.nvembed import read_nvembed
 from gpu.folder.odd import no_weights, odd_architecture, refuse_odd
+from gpu.folder.outputs import late_fields
 from gpu.folder.prompts import LabelHead
 from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
 from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
@@ -126,6 +127,8 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
             notes = (*notes, JOINED)
     else:
         answer = embed_fields(folder, family, config, modules, said)
+        if answer.get("pooling") is None and answer["multivector"] is not None:
+            common |= late_fields(folder, common, answer["multivector"])
     answer["notes"] = (
         *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
     )  # fmt: skip

@@ -155,7 +155,7 @@ class _Call:
 class _NoLayout:
     """The pack's shape while recording: there is none, and who asks for it cannot be replayed."""
 
-    multi_item = None
+    multi_item = keys = None
 
     def __getattr__(self, name: str) -> Any:
         raise GraphRefused(f"the model's own code reads the pack ({name})")
@@ -224,7 +224,7 @@ class GraphedForward(PackedForward):
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         size = bucket_of(batch.n_tokens, self.sizes)
-        if size is None:
+        if size is None or any(item.attended is not None for item in batch.items):
             return super().__call__(batch)
         whole = filled(batch, size, self._longest)
         graph = self._graphs[size]

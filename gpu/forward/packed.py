@@ -129,7 +129,7 @@ class PaddedForward:
         for i, row in enumerate(rows):
             item = batch.items[row]
             ids[i, : item.n_tokens] = item.input_ids
-            mask[i, : item.n_tokens] = 1
+            mask[i, : item.n_tokens if item.attended is None else item.attended] = 1
             if item.token_type_ids is not None:
                 types[i, : item.n_tokens] = item.token_type_ids
         inputs = {"input_ids": ids, "attention_mask": mask}

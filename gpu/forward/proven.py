@@ -113,7 +113,10 @@ def _proven(
     config = loaded.config
     vocab_size = int(config.vocab_size)
     pad = getattr(config, "pad_token_id", None)
-    batch = probes(config, max_tokens=spec.max_tokens, vocab_size=vocab_size, reserved=pad)
+    batch = probes(
+        config, max_tokens=spec.max_tokens, vocab_size=vocab_size, reserved=pad,
+        expanded=None if spec.multivector is None else spec.multivector.unread_tokens,
+    )  # fmt: skip
     native = "sdpa" if getattr(loaded.base, "_supports_sdpa", False) else "eager"
     if hasattr(loaded.model, "set_attn_implementation"):
         loaded.model.set_attn_implementation(native)  # type: ignore[operator]

@@ -41,10 +41,18 @@ class Finding:
     attention: tuple[str, ...] = ()
 
 
-def probes(config: Any, *, max_tokens: int, vocab_size: int, reserved: int | None) -> PackedBatch:
+def probes(
+    config: Any,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    reserved: int | None,
+    expanded: int | None = None,
+) -> PackedBatch:
     """Items of different lengths, one across the attention window where there is one.
 
     reserved: an id that never appears (the pad token: some models number positions around it).
+    expanded: tokens of a query of which only the first are attended to, where the model has such ones.
     """
     windows = [
         int(w)
@@ -63,6 +71,11 @@ def probes(config: Any, *, max_tokens: int, vocab_size: int, reserved: int | Non
         if reserved is not None:
             ids[ids == reserved] = (reserved + 1) % vocab_size
         items.append(EncodedItem(input_ids=ids))
+    if expanded is not None:
+        ids = rng.integers(0, vocab_size, size=expanded, dtype=np.int32)
+        if reserved is not None:
+            ids[ids == reserved] = (reserved + 1) % vocab_size
+        items.append(EncodedItem(input_ids=ids, attended=min(3, expanded)))
     return pack(items)
 
 
@@ -98,7 +111,11 @@ def reference_tokens(
 @torch.inference_mode()
 def _alone(model: nn.Module, item: EncodedItem, device: torch.device) -> Any:
     ids = torch.from_numpy(item.input_ids.astype(np.int64)).unsqueeze(0).to(device)
-    return model(input_ids=ids, **fixed_arguments(model))
+    mask = {}
+    if item.attended is not None:
+        seen = torch.arange(item.n_tokens, device=device) < item.attended
+        mask["attention_mask"] = seen.long().unsqueeze(0)
+    return model(input_ids=ids, **mask, **fixed_arguments(model))
 
 
 @torch.inference_mode()

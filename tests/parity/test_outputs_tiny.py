@@ -12,7 +12,7 @@ import torch
 from gpu.batch import pack, scatter
 from gpu.folder.families import FAMILIES
 from gpu.load import make_runner_factory
-from schemas.requests import EmbedRequest, Text
+from schemas.requests import Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import FAMILY_NAMES
 from tests.support.models_outputs import write_colbert, write_m3, write_splade, write_static
 
@@ -79,6 +79,58 @@ def test_colbert_equals_multi_vector_encoder(tmp_path: Path, family: str, style:
         for outcome, expected in zip(got, encode(TEXTS), strict=True):
             assert outcome.multivector.shape == tuple(expected.shape)
             assert np.abs(outcome.multivector - expected.numpy()).max() <= 1e-5
+
+
+FIXED = {"strategy": "fixed", "length": 24, "attend": False}
+EXPANDED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "pylate": ("bert", "pylate", {"query_length": 24}),
+    "pylate-default": ("bert", "pylate", {"attend_to_expansion_tokens": None}),
+    "pylate-attend": ("bert", "pylate", {"query_length": 24, "attend_to_expansion_tokens": True}),
+    "st": ("bert", "st", FIXED),
+    "st-min": ("bert", "st", {**FIXED, "strategy": "min"}),
+    "modernbert": ("modernbert", "pylate", {"query_length": 24}),
+    "xlm-roberta": ("xlm-roberta", "st", FIXED),
+    "mpnet": ("mpnet", "st", FIXED),
+    "qwen3": ("qwen3", "st", {**FIXED, "token": "a"}),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_queries_and_their_scores_equal_multi_vector_encoder(
+    tmp_path: Path, name: str
+) -> None:
+    """A10, J07: mask tokens up to the length, attended to or not; MaxSim of both sides; the same bytes
+    in any pack."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.util.similarity import maxsim
+
+    family, style, expand = EXPANDED[name]
+    fields = {"local_attention": 64} if family == "modernbert" else {}
+    folder = write_colbert(
+        tmp_path / "m", family, style=style, skip=(".", "a"), prefixes=style == "pylate",
+        expand=expand, **fields,
+    )  # fmt: skip
+    runner = make_runner_factory("m", folder)()
+    assert runner.info.packed and {"rerank", "score"} <= runner.info.tasks
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    queries = [*TEXTS, "one two three four five " * 6]
+    want = model.encode_query(queries)
+    request = EmbedRequest(
+        id="r", input=tuple(map(Text, queries)), prompt_name="query", truncate="right"
+    )
+    items = runner.encoder.encode([request])[0].items
+    batch = pack(items)
+    got = [outcome.multivector for outcome in scatter(batch, runner.forward(batch))]
+    for ours, theirs, item in zip(got, want, items, strict=True):
+        assert ours.shape == tuple(theirs.shape)
+        assert np.abs(ours - theirs.numpy()).max() <= 1e-5
+        alone = runner.forward(pack([item]))[0].multivector
+        assert alone.tobytes() == ours.tobytes()
+    request = RerankRequest(id="r", query=TEXTS[0], documents=tuple(map(Document, TEXTS)))
+    batch = pack(runner.encoder.encode([request])[0].items)
+    scores = [float(outcome.scores[0]) for outcome in scatter(batch, runner.forward(batch))]
+    expected = maxsim(want[0], model.encode_document(TEXTS))[0]
+    assert np.abs(np.array(scores) - expected.numpy()).max() <= 1e-5 * len(want[0])
 
 
 @pytest.mark.parametrize("modules", [True, False])

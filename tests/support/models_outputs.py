@@ -74,10 +74,12 @@ def write_colbert(
     style: str = "st",
     skip: tuple[str, ...] = (),
     prefixes: bool = False,
-    expand: bool = False,
+    expand: bool | dict[str, Any] = False,
     **fields: Any,
 ) -> Path:
-    """A ColBERT folder as sentence-transformers writes it (`st`) or as PyLate 3 did (`pylate`)."""
+    """A ColBERT folder as sentence-transformers writes it (`st`) or as PyLate 3 did (`pylate`).
+
+    expand: queries are filled up with mask tokens; a dict says how, in the words of the layout."""
     import torch
     from safetensors.torch import save_file
 
@@ -100,10 +102,11 @@ def write_colbert(
         st_config |= {
             "model_type": "ColBERT",
             "skiplist_words": list(skip),
-            "do_query_expansion": expand,
+            "do_query_expansion": bool(expand),
             "query_prefix": "[Q] " if prefixes else "",
             "document_prefix": "[D] " if prefixes else "",
         }
+        st_config |= expand if isinstance(expand, dict) else {}
         if prefixes:
             _add_tokens(folder, ["[Q] ", "[D] "])
     else:
@@ -117,11 +120,17 @@ def write_colbert(
         ]
         dense |= dict.fromkeys(("module_input_name", "module_output_name"), "token_embeddings")
         st_config["model_type"] = "MultiVectorEncoder"
+        if expand:
+            edit_json(folder / "sentence_bert_config.json", query_expansion=expand)
         (folder / "2_MultiVectorMask").mkdir()
         _dump(folder / "2_MultiVectorMask" / "config.json", {"skiplist_words": list(skip)})
         (folder / "3_Normalize").mkdir()
         names = dict.fromkeys(("module_input_name", "module_output_name"), "token_embeddings")
         _dump(folder / "3_Normalize" / "config.json", names)
+    if expand:
+        known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        masks = [t["content"] for t in known if t["content"] in ("[MASK]", "<unk>")]
+        edit_json(folder / "tokenizer_config.json", mask_token=(masks or [None])[0])
     _dump(folder / "1_Dense" / "config.json", dense)
     _dump(folder / "config_sentence_transformers.json", st_config)
     _write_modules(folder, modules)

@@ -12,8 +12,8 @@ from gpu.batch import pack, scatter
 from gpu.faults import ModelLoadError
 from gpu.folder.read import load_spec
 from gpu.load import make_runner_factory
-from schemas.errors import EmbedstreamError, InvalidDimensions, NonFinite, TooLong, Unsupported
-from schemas.requests import EmbedRequest, Text, TokenIds
+from schemas.errors import InvalidDimensions, NonFinite, TooLong, Unsupported
+from schemas.requests import Document, EmbedRequest, RerankRequest, Text, TokenIds
 from tests.support.models import edit_json
 from tests.support.models_outputs import write_colbert
 
@@ -130,14 +130,74 @@ def test_a_bad_row_fails_alone(colbert: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert [isinstance(o, NonFinite) for o in outcomes] == [False, True, False, False, False]
 
 
-def test_expanded_queries_are_refused_and_said_at_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (
+            {"query_expansion": {"strategy": "fixed", "length": 8, "odd": 1}},
+            "query_expansion = .*odd",
+        ),
+        ({"query_expansion": {"strategy": "all", "length": 8}}, "strategies fixed and min"),
+        ({"query_expansion": {"strategy": "fixed", "length": 0}}, "length of queries is 0"),
+        ({"query_expansion": {"strategy": "min", "length": 9}, "query_length": 8}, "below the 9"),
+        ({"query_expansion": {"strategy": "fixed", "length": 8, "token": "zzz"}}, "has none"),
+        ({"query_length": 500}, "filled up to 500 tokens, and the model takes 128"),
+        ({"query_length": True}, "length of queries is True"),
+    ],
+)
+def test_an_expansion_that_is_not_understood_is_refused_at_load(
+    tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
     """A10: a query without its mask tokens would be another query; nothing is left out silently."""
     folder = write_colbert(tmp_path / "m", style="pylate", prefixes=True, expand=True)
-    runner = make_runner_factory("m", folder)()
-    assert any("not expanded" in note for note in runner.info.notes)
-    refused = encode(runner, prompt_name="query")
-    assert isinstance(refused, Unsupported) and refused.path == "$.prompt_name"
-    assert not isinstance(encode(runner, prompt_name="document"), EmbedstreamError)
+    edit_json(folder / "config_sentence_transformers.json", **changes)
+    with pytest.raises(ModelLoadError, match=what):
+        load_spec(folder)
+
+
+def test_a_window_that_keeps_added_tokens_from_the_query_runs_padded(tmp_path: Path) -> None:
+    """A10: ModernBERT's window of 8, queries of 32: as transformers computes them, not packed."""
+    folder = write_colbert(tmp_path / "m", "modernbert", style="pylate", expand=True)
+    info = make_runner_factory("m", folder)().info
+    assert not info.packed and any("leaves nothing to attend to" in note for note in info.notes)
+
+
+def test_a_model_that_masks_added_tokens_out_altogether_is_refused(tmp_path: Path) -> None:
+    """A10: DeBERTa's embeddings and attention rows are zeroed where the mask is; nothing is guessed."""
+    folder = write_colbert(
+        tmp_path / "m", "deberta-v2", expand={"strategy": "fixed", "length": 24, "attend": False}
+    )
+    with pytest.raises(ModelLoadError, match="self-check failed packed and padded"):
+        make_runner_factory("m", folder)()
+
+
+def test_documents_are_scored_against_a_query_as_they_are_tokenized_for_vectors(
+    colbert: Any,
+) -> None:
+    """A20, B04: errors name the query and the document; a long query is never cut."""
+
+    def items(query: str, documents: list[str], **fields: Any) -> Any:
+        request = RerankRequest(
+            id="r", query=query, documents=tuple(map(Document, documents)), **fields
+        )
+        return colbert.encoder.encode([request])[0]
+
+    long = "river " * 200
+    refused = items(long, ["x"], truncate="right")
+    assert isinstance(refused, TooLong) and refused.path == "$.query"
+    assert "a query is never cut" in str(refused) and refused.limit == 128
+    assert items("", ["x"]).path == "$.query"
+    found = items("what", ["x", "", long]).items
+    assert [getattr(item, "path", None) for item in found] == [
+        None, "$.documents[1]", "$.documents[2]",
+    ]  # fmt: skip
+    assert isinstance(found[2], TooLong)
+    cut = items("what", ["x", long], truncate="right").items
+    assert cut[1].n_tokens == 128 and cut[1].truncated
+    assert isinstance(items("what", ["x"], instruction="find"), Unsupported)
+    outcomes = forward(colbert, [cut[0], *encode(colbert, ["x"]).items, cut[1]])
+    assert [o.scores is not None for o in outcomes] == [True, False, True]
+    assert forward(colbert, [cut[1]])[0].scores.tobytes() == outcomes[2].scores.tobytes()
 
 
 def test_module_lists_that_are_not_colbert_are_refused(tmp_path: Path) -> None:

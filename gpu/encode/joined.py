@@ -1,0 +1,65 @@
+"""A query and each document as one sequence, in the tokenizer's own form for two texts.
+
+Who calls it: `gpu.encode.text`, for models that have no prompt for pairs. Pure.
+What must stay true: only documents are ever cut; ids and segment ids are those of the tokenizer's own
+post-processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
+from gpu.encode.cut import cut_to, empty, too_long
+from gpu.encode.template import Template
+from schemas.errors import EmbedstreamError, EmptyInput, TooLong
+from schemas.requests import Truncate
+
+
+def joined(
+    template: Template,
+    query: Int32 | EmbedstreamError,
+    documents: Sequence[Int32 | EmbedstreamError],
+    *,
+    limit: int,
+    options: ItemOptions,
+    truncate: Truncate,
+    token_types: bool,
+    allow_empty: bool,
+) -> EncodedRequest | EmbedstreamError:
+    """One item per document.
+
+    query, documents: content ids without special tokens. limit: tokens of a whole pair. token_types: the
+    model reads segment ids. allow_empty: a text without a token is scored, not refused.
+    """
+    if isinstance(query, EmbedstreamError):
+        return query
+    if len(query) == 0 and not allow_empty:
+        return EmptyInput("the query holds no token", path="$.query")
+    room = limit - template.n_pair - len(query)
+    if room < 1:
+        return TooLong(
+            "the query leaves no room for a document, and a query is never cut; shorten it",
+            path="$.query",
+            given=len(query) + template.n_pair,
+            limit=limit - 1,
+        )
+    head = template.pair_head(query)
+
+    def pair(index: int, content: Int32 | EmbedstreamError) -> EncodedItem | EmbedstreamError:
+        if isinstance(content, EmbedstreamError):
+            return content
+        if len(content) == 0 and not allow_empty:
+            return empty(f"$.documents[{index}]", index)
+        cut = cut_to(content, room, truncate)
+        if cut is None:
+            return too_long(index, len(content) + limit - room, limit)
+        ids, types = template.pair(head, cut)
+        return EncodedItem(
+            ids,
+            options,
+            token_type_ids=types if token_types and types.any() else None,
+            truncated=len(cut) < len(content),
+        )
+
+    return EncodedRequest(tuple(pair(index, content) for index, content in enumerate(documents)))
