@@ -74,13 +74,15 @@ class Delivery(Protocol):
     headers         names in lower case -> values as bytes; never None
     key             Kafka key decoded as UTF-8 (replacing), or None
     default_id      request id when neither header nor body names one: Kafka key, else
-                    "<topic>-<partition>-<offset>"; Redis entry id; a uuid in process
+                    "<topic>-<partition>-<offset>"; Redis entry id, or SHA-1 of a list element;
+                    a uuid in process
     attempt         1 plus the attempts that did not come back or were released, as far as the
                     transport can know
     redelivered     handed out before, to a process that may have died of it
     received_at     time.monotonic() at receipt
     origin          where it came from, for logs and dead letters:
-                    {"transport","topic","partition","offset"} or {"transport","stream","id"}
+                    {"transport","topic","partition","offset"}, {"transport","stream","id"} or
+                    {"transport","list","id"}
     withdrawn       taken back by its source (a revoked partition): whoever has not begun drops it
     held            still ours; false once its source has given it away: another answers it then
     damage          why the body is no record at all (a batch that cannot be decoded), else None

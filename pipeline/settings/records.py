@@ -49,8 +49,8 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description="Address of the source: `kafka://host:port/topic?group=NAME`, "
-            "`redis://host:port/stream?group=NAME`, `file:///in.jsonl?replies=/out.jsonl`, or `-` "
-            "(stdin to stdout). Every transport option is a query parameter.",
+            "`redis://host:port/stream?group=NAME`, `redis-list://host:port/key`, "
+            "`file:///in.jsonl?replies=/out.jsonl`, or `-` (stdin to stdout). Every transport option is a query parameter.",
         ),
     ]
     destination: Annotated[

@@ -23,6 +23,7 @@ from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.one_place import OnePlace
 from pipeline.transports.options import Options
 from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.redis_list.options import RedisListOptions
 from schemas.requests import Lane
 
 
@@ -96,6 +97,15 @@ KINDS = (
         lane="interactive",  # a Redis queue is where somebody waits for the answer
     ),
     Kind(
+        name="redis-list",
+        schemes=("redis-list", "rediss-list"),
+        title="Redis lists",
+        form="redis-list://[user:password@]host[:port][/key or /db] (rediss-list:// for TLS)",
+        options=RedisListOptions,
+        folder="redis_list",
+        lane="interactive",
+    ),
+    Kind(
         name="file",
         schemes=("file",),
         title="Files",
@@ -133,6 +143,7 @@ def parse_url(url: str) -> Options:
     - ``kafka://host:port[,host:port]/topic[,topic]?group=g&session_timeout_ms=6000``
     - ``redis://[user:password@]host[:port]/stream?group=g&db=1`` (``rediss://`` for TLS);
       a path that is a number is the database: ``redis://host/1?stream=s``
+    - ``redis-list://host/key?take_from=right`` (``rediss-list://`` for TLS)
     - ``inproc://name``, ``file:///path.jsonl?replies=/out.jsonl``, ``-`` (stdin to stdout)
 
     Every option is a query parameter; lists are comma-separated. Raises `ValueError` with one line

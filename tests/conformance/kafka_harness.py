@@ -19,6 +19,7 @@ class KafkaHarness:
     """Unique topics and group on a shared broker. Close with `aclose`."""
 
     tombstones = True
+    headers = True
 
     def __init__(self, server: ServerInfo, partitions: int = 3) -> None:
         self.server = server

@@ -15,6 +15,7 @@ class RedisHarness:
     """Unique stream and group on a shared server. Close with `aclose`."""
 
     tombstones = False
+    headers = True
 
     def __init__(self, server: ServerInfo) -> None:
         self.server = server

@@ -15,6 +15,7 @@ from tests.support.servers import unique
 
 class InprocHarness:
     tombstones = True
+    headers = True
     bad_destinations = ["embedstream.replies", "inproc:", "inproc:a\nb", "list:embedstream.x"]  # noqa: RUF012
 
     def __init__(self) -> None:

@@ -26,22 +26,29 @@ CLAIM = "claim_idle_ms=800&claim_interval_ms=100&block_ms=200"
 
 
 class Bench:
-    """One request stream, one reply stream, one client."""
+    """One request stream or list, one reply stream, one client."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, kind: str) -> None:
         self.address = address
+        self.kind = kind
         self.client: Any = aioredis.Redis.from_url(f"redis://{address}", protocol=2)
         self.stream, self.replies = unique("embedstream.in"), unique("embedstream.out")
 
     def config(self, **more: Any) -> dict[str, Any]:
         source = f"redis://{self.address}/{self.stream}?group=g&{CLAIM}"
+        if self.kind == "list":
+            source = f"redis-list://{self.address}/{self.stream}?{CLAIM}"
         return {"routes": [{"name": "r", "source": source, "lane": "bulk"}], **more}
 
     async def send(self, records: dict[str, Any]) -> None:
         pipeline = self.client.pipeline(transaction=False)
         for request_id, record in records.items():
-            body = msgpack.packb({"id": request_id, **record})
-            pipeline.xadd(self.stream, {"data": body, "reply-to": f"stream:{self.replies}"})
+            reply_to = f"stream:{self.replies}"
+            body = msgpack.packb({"id": request_id, "reply_to": reply_to, **record})
+            if self.kind == "list":
+                pipeline.lpush(self.stream, body)
+            else:
+                pipeline.xadd(self.stream, {"data": body})
         await pipeline.execute()
 
     async def collect(
@@ -65,8 +72,8 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(redis_server: ServerInfo) -> AsyncIterator[Bench]:
-    one = Bench(redis_server.address)
+async def bench(redis_server: ServerInfo, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    one = Bench(redis_server.address, getattr(request, "param", "stream"))
     yield one
     await one.client.aclose()
 
@@ -75,10 +82,11 @@ def requests(n: int) -> dict[str, Any]:
     return {f"r{i}": {"input": f"text number{i} of{i % 7}"} for i in range(n)}
 
 
+@pytest.mark.parametrize("bench", ["stream", "list"], indirect=True)
 async def test_kill_nine_with_a_thousand_in_flight_loses_nothing(
     bench: Bench, redis_server: ServerInfo, tmp_path: Path
 ) -> None:
-    """F04, F08, F15 (streams): SIGKILL in mid-work; a second process claims and answers; 0 lost."""
+    """F04, F08, F15: SIGKILL in mid-work; a second process claims and answers; 0 lost."""
     records = requests(1000)
     seen: Counter[str] = Counter()
     kept: dict[str, Reply] = {}
@@ -167,10 +175,10 @@ async def test_a_record_that_kills_the_process_is_given_up_and_its_neighbours_ar
 ) -> None:
     """K39: the poison ends in a dead letter after its attempts, each of the 60 beside it is answered."""
     records = requests(60)
-    poison = msgpack.packb({"id": "poison", "input": "poison"})
     config = bench.config(poison="poison", forward_s=0.002, max_batch_tokens=256)
     seen: Counter[str] = Counter()
     kept: dict[str, Reply] = {}
+    poison = msgpack.packb({"id": "poison", "input": "poison"})
     await bench.client.xadd(bench.stream, {"data": poison})
     await bench.send(records)
     lives = 0

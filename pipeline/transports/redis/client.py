@@ -1,6 +1,6 @@
 """Reaching a Redis or Valkey server: connections, the checks at open, errors with a remedy.
 
-Who calls it: `redis_streams.RedisSource`, `redis_sink.RedisSink`.
+Who calls it: the Redis sources and their sink.
 What must stay true: redis-py never retries by itself (the transport owns back-off and reports it);
 every connection has a finite socket time-out longer than the longest blocking read; passwords never
 appear in a message.
@@ -9,7 +9,9 @@ appear in a message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,13 @@ from redis.exceptions import ConnectionError as ConnectionFailed
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
-from pipeline.transports.redis.options import RedisOptions
-from pipeline.transports.redis.rights import missing_rights
+from pipeline.transports.redis.options import RedisOptions, RedisQueueOptions
+from pipeline.transports.redis.rights import (
+    Need,
+    missing_rights,
+    sink_commands,
+    stream_commands,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +84,7 @@ class ServerFacts:
     notices: tuple[str, ...]
 
 
-def make_client(options: RedisOptions, *, connections: int) -> Any:
+def make_client(options: RedisQueueOptions, *, connections: int) -> Any:
     """A `redis.asyncio.Redis` over at most `connections` sockets; connects on first use."""
     settings: dict[str, Any] = {
         "host": options.host,
@@ -127,7 +134,7 @@ async def reconnect_if_wrong(client: Any, error: BaseException) -> None:
         await client.connection_pool.disconnect(inuse_connections=False)
 
 
-async def ping(client: Any, options: RedisOptions) -> None:
+async def ping(client: Any, options: RedisQueueOptions) -> None:
     """Whether the server answers us. Raises `ConnectionError`."""
     try:
         await client.execute_command("PING")
@@ -139,40 +146,53 @@ async def ping(client: Any, options: RedisOptions) -> None:
 
 
 async def survey(client: Any, options: RedisOptions) -> ServerFacts:
-    """Version, eviction policy, stream and group. Raises `ConnectionError` with the remedy."""
-    try:
-        async with asyncio.timeout(options.connect_timeout_s + options.socket_timeout_s):
-            facts = await _inspect(client, options)
+    """As `inspect`, and the group made. Raises `ConnectionError` with the remedy."""
+    facts = await inspect(client, options, stream_commands(options), tell=True)
+    with _explained(options):
+        async with asyncio.timeout(options.socket_timeout_s):
             await create_group(client, options, options.start)
-    except _Unusable:
-        raise
-    except (RedisError, OSError, TimeoutError) as error:
-        raise ConnectionError(_remedy(error, options)) from None
-    for notice in facts.notices:
-        log.warning("redis_notice", notice=notice, address=options.address)
     return facts
 
 
 async def look(client: Any, options: RedisOptions) -> ServerFacts:
     """As `survey`, creating nothing. Raises `ConnectionError` with the remedy."""
-    try:
+    return await inspect(client, options, stream_commands(options), tell=False)
+
+
+async def inspect(
+    client: Any, options: RedisQueueOptions, needs: list[Need], *, tell: bool
+) -> ServerFacts:
+    """Version, rights, eviction policy, and whether the key is what it should be; creates nothing.
+
+    needs: what the source does there. tell: log the notices. Raises `ConnectionError` with the remedy.
+    """
+    with _explained(options):
         async with asyncio.timeout(options.connect_timeout_s + options.socket_timeout_s):
-            facts = await _inspect(client, options)
-            kind = (await client.execute_command("TYPE", options.stream)).decode()
+            facts = await _inspect(client, options, needs)
+            kind = (await client.execute_command("TYPE", options.requests)).decode()
+    if kind not in ("none", options.key_type):
+        raise ConnectionError(_other_type(options))
+    for notice in facts.notices if tell else ():
+        log.warning("redis_notice", notice=notice, address=options.address)
+    return facts
+
+
+@contextlib.contextmanager
+def _explained(options: RedisQueueOptions) -> Iterator[None]:
+    """What fails inside is a `ConnectionError` with a remedy."""
+    try:
+        yield
     except _Unusable:
         raise
     except (RedisError, OSError, TimeoutError) as error:
         raise ConnectionError(_remedy(error, options)) from None
-    if kind not in ("none", "stream"):
-        raise ConnectionError(_no_stream(options))
-    return facts
 
 
-async def _inspect(client: Any, options: RedisOptions) -> ServerFacts:
+async def _inspect(client: Any, options: RedisQueueOptions, needs: list[Need]) -> ServerFacts:
     await client.execute_command("PING")
     version = await _check_version(client, options)
     try:
-        missing = await missing_rights(client, options)
+        missing = await missing_rights(client, [*needs, *sink_commands(options)])
     except RedisError as error:
         if code_of(error) != "NOPERM":
             raise
@@ -185,16 +205,14 @@ async def _inspect(client: Any, options: RedisOptions) -> ServerFacts:
     return ServerFacts(version, tuple(await _eviction_notices(client)))
 
 
-def _remedy(error: Exception, options: RedisOptions) -> str:
+def _remedy(error: Exception, options: RedisQueueOptions) -> str:
     where, code = f"Redis at {options.address}", code_of(error)
     if code in ("NOAUTH", "WRONGPASS"):
         return f"{where} refuses the login ({describe(error)}): check user and password"
     if code == "NOPERM":
-        return (
-            f"{where}: {describe(error)}: grant this user the stream commands on {options.stream}"
-        )
+        return f"{where}: {describe(error)}: grant this user the commands that docs/delivery.md lists, on {options.requests}"
     if code == "WRONGTYPE":
-        return _no_stream(options)
+        return _other_type(options)
     if "DB index" in str(error):
         return f"{where} has no database {options.db}: lower db, or raise `databases` of the server"
     if code in WRONG_SERVER:
@@ -207,14 +225,14 @@ def _remedy(error: Exception, options: RedisOptions) -> str:
     )
 
 
-def _no_stream(options: RedisOptions) -> str:
+def _other_type(options: RedisQueueOptions) -> str:
     return (
-        f"Redis at {options.address}: key {options.stream} exists and is no stream: name another "
-        "stream, or remove the key"
+        f"Redis at {options.address}: key {options.requests} exists and is no {options.key_type}: name "
+        f"another {options.key_type}, or remove the key"
     )
 
 
-async def _check_version(client: Any, options: RedisOptions) -> str:
+async def _check_version(client: Any, options: RedisQueueOptions) -> str:
     try:
         info = await client.info("server")
     except NoPermissionError:
@@ -230,7 +248,7 @@ async def _check_version(client: Any, options: RedisOptions) -> str:
     return version
 
 
-async def _version_unknown(client: Any, options: RedisOptions) -> str:
+async def _version_unknown(client: Any, options: RedisQueueOptions) -> str:
     """Without the right to ask: a server that is too old does not know the command at all."""
     try:
         await client.execute_command("XAUTOCLAIM")  # too few arguments: does nothing
@@ -246,7 +264,7 @@ def version_of(text: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _too_old(options: RedisOptions, version: str) -> str:
+def _too_old(options: RedisQueueOptions, version: str) -> str:
     wanted = ".".join(map(str, MIN_VERSION))
     return (
         f"Redis at {options.address} is version {version}, which has no XAUTOCLAIM: "

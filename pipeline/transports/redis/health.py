@@ -1,6 +1,6 @@
 """Whether the source's loops reach a server that serves them.
 
-Who calls it: `redis/source.py`.
+Who calls it: `redis/loops.py`.
 What must stay true: what one loop found wrong is cleared by that loop alone, after a command of its own
 passed; there is one event and one change of the gauge when the first loop fails and when the last one
 works again.
@@ -19,9 +19,10 @@ log = structlog.get_logger(__name__)
 class Health:
     """Loop name -> what is wrong there."""
 
-    def __init__(self, address: str, metrics: Metrics) -> None:
+    def __init__(self, address: str, metrics: Metrics, kind: str) -> None:
         self._address = address
         self._metrics = metrics
+        self._kind = kind
         self._wrong: dict[str, str] = {}
 
     def fault(self) -> str:
@@ -34,7 +35,7 @@ class Health:
 
     def opened(self) -> None:
         """The server was found to serve us."""
-        self._metrics.gauge("source_connected", 1.0, transport="redis")
+        self._metrics.gauge("source_connected", 1.0, transport=self._kind)
 
     def failed(self, loop: str, error: BaseException) -> None:
         """A command of `loop` failed."""
@@ -42,8 +43,8 @@ class Health:
             log.warning(
                 "redis_connection", connected=False, address=self._address, error=describe(error)
             )
-            self._metrics.count("source_reconnects_total", transport="redis")
-            self._metrics.gauge("source_connected", 0.0, transport="redis")
+            self._metrics.count("source_reconnects_total", transport=self._kind)
+            self._metrics.gauge("source_connected", 0.0, transport=self._kind)
         self._wrong[loop] = f"Redis at {self._address}: {describe(error)}"
 
     def works(self, loop: str) -> None:

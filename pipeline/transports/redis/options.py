@@ -1,13 +1,13 @@
-"""Options of the Redis transport, how an address names them, and the names fixed by the wire.
+"""Options of the Redis transports, how an address names them, and the names fixed by the wire.
 
-Who calls it: the registry; everything in this folder reads `RedisOptions`.
+Who calls it: the registry; everything in this folder reads `RedisOptions`, or what it shares with lists.
 What must stay true: as in `pipeline.transports.options`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import SplitResult
 
 from pipeline.transports.address import plain
@@ -46,21 +46,26 @@ _DAY_S = 24 * 3600
 MAX_TTL_S = 10 * 365 * _DAY_S
 
 
-def _path_values(path: str) -> dict[str, Any]:
-    """`/3` is database 3, as in every Redis URL; any other path is a stream."""
-    database, _, stream = path.partition("/")
+def _path_values(path: str, option: str) -> dict[str, Any]:
+    """`/3` is database 3, as in every Redis URL; any other path is what `option` names."""
+    database, _, name = path.partition("/")
     if not re.fullmatch(r"[0-9]+", database):
-        return {"stream": path} if path else {}
-    if stream or len(database) > _MAX_DB_DIGITS:
+        return {option: path} if path else {}
+    if name or len(database) > _MAX_DB_DIGITS:
         raise ValueError(
-            "a path that begins with a number names a database: write /STREAM?db=NUMBER for a stream "
-            "in a database, or ?stream=NAME for a stream of that name"
+            f"a path that begins with a number names a database: write /{option.upper()}?db=NUMBER "
+            f"for a {option} in a database, or ?{option}=NAME for a {option} of that name"
         )
     return {"db": int(database)}
 
 
-class RedisOptions(Options, frozen=True, kw_only=True):
-    """A Redis (>= 6.2) or Valkey stream source and the sink beside it."""
+class RedisQueueOptions(Options, frozen=True, kw_only=True):
+    """What a stream and a list share: the server, the bounds, and the sink beside them."""
+
+    path_option: ClassVar[str]
+    """The option that the path of an address is."""
+    key_type: ClassVar[str]
+    """What the key named there is: `stream` or `list`."""
 
     host: Annotated[str, says("Name or address of the server.")] = "localhost"
     port: Annotated[int, within(1, 65_535, "Port of the server.")] = 6379
@@ -72,23 +77,15 @@ class RedisOptions(Options, frozen=True, kw_only=True):
     password: Annotated[str | None, says("From the address.")] = None
     tls: Annotated[bool, says("From the address: rediss://.")] = False
     ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
-    stream: Annotated[str, says("The request stream.")] = REQUESTS
-    group: Annotated[str, says("Consumer group: members share the requests.")] = GROUP
-    consumer: Annotated[
-        str | None, says("Name inside the group; None makes one that no other process has.")
-    ] = None
-    start: Annotated[
-        str, says("Where a new group begins: `0` is the whole backlog, `$` only what comes later.")
-    ] = "0"
-    block_ms: Annotated[int, within(1, 600_000, "Longest wait of one XREADGROUP.")] = 2000
+    block_ms: Annotated[int, within(1, 600_000, "Longest wait of one blocking read.")] = 2000
     claim_idle_ms: Annotated[
         int,
         within(
-            50, 86_400_000, "An entry that its owner has not renewed for this long is taken over."
+            50, 86_400_000, "A request that its owner has not renewed for this long is taken over."
         ),
     ] = 60_000
     claim_interval_ms: Annotated[
-        int, within(10, 86_400_000, "How often entries of silent owners are looked for.")
+        int, within(10, 86_400_000, "How often requests of silent owners are looked for.")
     ] = 5000
     max_in_flight: MaxInFlight = 1024
     max_in_flight_bytes: Annotated[int, within(1024, 2**40, "Bytes handed out or buffered.")] = (
@@ -96,7 +93,7 @@ class RedisOptions(Options, frozen=True, kw_only=True):
     )
     max_receive: MaxReceive = 256
     settle_interval_ms: Annotated[
-        int, within(0, 60_000, "How long settles gather before one pipelined XACK and XDEL.")
+        int, within(0, 60_000, "How long settles gather before one pipelined write.")
     ] = 5
     reply_ttl_s: Annotated[int, within(1, MAX_TTL_S, "How long an unread reply is kept.")] = 300
     reply_stream_maxlen: Annotated[
@@ -125,8 +122,8 @@ class RedisOptions(Options, frozen=True, kw_only=True):
     @classmethod
     def address_values(cls, parts: SplitResult) -> dict[str, Any]:
         if "@" in parts.path:
-            raise ValueError("an '@' in the name of a stream is written %40")
-        values: dict[str, Any] = {"tls": parts.scheme == "rediss"}
+            raise ValueError(f"an '@' in the name of a {cls.path_option} is written %40")
+        values: dict[str, Any] = {"tls": parts.scheme.startswith("rediss")}
         try:
             port = parts.port
         except ValueError:
@@ -139,7 +136,63 @@ class RedisOptions(Options, frozen=True, kw_only=True):
             values["username"] = plain(parts.username)
         if parts.password is not None:
             values["password"] = plain(parts.password)
-        return values | _path_values(plain(parts.path.lstrip("/")))
+        return values | _path_values(plain(parts.path.lstrip("/")), cls.path_option)
+
+    @property
+    def address(self) -> str:
+        """`redis://host:port` without user and password: fit for logs."""
+        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
+
+    @property
+    def requests(self) -> str:
+        """The key that requests are read from."""
+        return str(getattr(self, self.path_option))
+
+    @property
+    def own_prefix(self) -> str | None:
+        """What the source's own keys begin with; no request may name one."""
+        return None
+
+    def writes(self) -> tuple[Place, ...]:
+        name = self.dead_letter_stream
+        return (self._place(name, option="dead_letter_stream", is_dead_letters=True),)
+
+    def place_at(self, destination: str) -> Place:
+        return self._place(destination.removeprefix(LIST_PREFIX).removeprefix(STREAM_PREFIX))
+
+    def _place(self, key: str, **more: Any) -> Place:
+        server = f"{self.host}:{self.port}/{self.db}"
+        return Place(frozenset([server]), "stream", key, **more)
+
+    def name_problems(self) -> list[str]:
+        names = (self.path_option, "dead_letter_stream", "host")
+        problems = prefix_problems(self.reply_prefixes)
+        return problems + [e for n in names if (e := name_error(getattr(self, n), n))]
+
+    def contradictions(self) -> list[str]:
+        problems = self.not_above("claim_interval_ms", "claim_idle_ms")
+        problems += self.not_above("release_backoff_ms", "release_backoff_max_ms")
+        if self.block_ms >= self.socket_timeout_s * 1000:
+            problems.append(
+                f"block_ms ({self.block_ms}) must be below socket_timeout_s "
+                f"({self.socket_timeout_s:g} s): lower the one or raise the other"
+            )
+        return problems
+
+
+class RedisOptions(RedisQueueOptions, frozen=True, kw_only=True):
+    """A Redis (>= 6.2) or Valkey stream source and the sink beside it."""
+
+    path_option = key_type = "stream"
+
+    stream: Annotated[str, says("The request stream.")] = REQUESTS
+    group: Annotated[str, says("Consumer group: members share the requests.")] = GROUP
+    consumer: Annotated[
+        str | None, says("Name inside the group; None makes one that no other process has.")
+    ] = None
+    start: Annotated[
+        str, says("Where a new group begins: `0` is the whole backlog, `$` only what comes later.")
+    ] = "0"
 
     @classmethod
     def destination_values(cls, parts: SplitResult) -> tuple[dict[str, Any], str]:
@@ -154,46 +207,15 @@ class RedisOptions(Options, frozen=True, kw_only=True):
             )
         return values, name
 
-    @property
-    def address(self) -> str:
-        """`redis://host:port` without user and password: fit for logs."""
-        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
-
     def consumes(self) -> tuple[Place, ...]:
         return (self._place(self.stream, option="stream", group=self.group),)
 
-    def writes(self) -> tuple[Place, ...]:
-        name = self.dead_letter_stream
-        return (self._place(name, option="dead_letter_stream", is_dead_letters=True),)
-
-    def place_at(self, destination: str) -> Place:
-        return self._place(destination.removeprefix(LIST_PREFIX).removeprefix(STREAM_PREFIX))
-
-    def _place(self, stream: str, **more: Any) -> Place:
-        server = f"{self.host}:{self.port}/{self.db}"
-        return Place(frozenset([server]), "stream", stream, **more)
-
     def name_problems(self) -> list[str]:
-        named = [
-            ("stream", self.stream),
-            ("group", self.group),
-            ("dead_letter_stream", self.dead_letter_stream),
-            ("host", self.host),
+        problems = super().name_problems()
+        named = {"group": self.group, "consumer": self.consumer}
+        problems += [
+            error for n, v in named.items() if v is not None and (error := name_error(v, n))
         ]
-        if self.consumer is not None:
-            named.append(("consumer", self.consumer))
-        problems = prefix_problems(self.reply_prefixes)
-        problems += [error for what, value in named if (error := name_error(value, what))]
         if not re.fullmatch(r"\$|\d{1,20}(-\d{1,20})?", self.start):
             problems.append(f"start is {self.start!r}, expected 0, $ or an entry id such as 1700-0")
-        return problems
-
-    def contradictions(self) -> list[str]:
-        problems = self.not_above("claim_interval_ms", "claim_idle_ms")
-        problems += self.not_above("release_backoff_ms", "release_backoff_max_ms")
-        if self.block_ms >= self.socket_timeout_s * 1000:
-            problems.append(
-                f"block_ms ({self.block_ms}) must be below socket_timeout_s "
-                f"({self.socket_timeout_s:g} s): lower the one or raise the other"
-            )
         return problems

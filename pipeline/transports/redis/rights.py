@@ -6,9 +6,9 @@ What must stay true: asking leaves no trace; docs/delivery.md shows the ACL that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from pipeline.transports.redis.options import REPLY_LIST, RedisOptions
+from pipeline.transports.redis.options import REPLY_LIST, RedisOptions, RedisQueueOptions
 
 # Since Redis 7.0; before, a missing right shows at its first use.
 _MISSING = """
@@ -23,10 +23,14 @@ return missing
 """
 
 
-def needed(options: RedisOptions) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(what is needed, key or empty, the command as it would be sent)."""
+Need: TypeAlias = tuple[str, str, tuple[str, ...]]
+"""(what is needed, key or empty, the rest of the command as it would be sent)."""
+
+
+def stream_commands(options: RedisOptions) -> list[Need]:
+    """What a stream source does."""
     stream, group, me = options.stream, options.group, "me"
-    commands = [
+    return [
         ("xreadgroup", stream, ("GROUP", group, me, "STREAMS", stream, ">")),
         ("xack", stream, (stream, group, "0-1")),
         ("xdel", stream, (stream, "0-1")),
@@ -41,21 +45,51 @@ def needed(options: RedisOptions) -> list[tuple[str, str, tuple[str, ...]]]:
         ("xinfo|groups", stream, (stream,)),
         ("xlen", stream, (stream,)),
     ]
+
+
+def list_commands(key: str, ours: str, consumers: str, attempts: str) -> list[Need]:
+    """What a list source does: the list, a processing list, who takes from it, what was tried."""
+    return [
+        ("lmove", key, (key, ours, "RIGHT", "LEFT")),
+        ("blmove", key, (key, ours, "RIGHT", "LEFT", "1")),
+        ("llen", key, (key,)),
+        ("lrange", ours, (ours, "0", "-1")),
+        ("lrem", ours, (ours, "-1", "x")),
+        ("zadd", consumers, (consumers, "0", "me")),
+        ("zrange", consumers, (consumers, "0", "-1")),
+        ("zrangebyscore", consumers, (consumers, "0", "1")),
+        ("zscore", consumers, (consumers, "me")),
+        ("zrem", consumers, (consumers, "me")),
+        ("hget", attempts, (attempts, "x")),
+        ("hmget", attempts, (attempts, "x")),
+        ("hset", attempts, (attempts, "x", "1")),
+        ("hdel", attempts, (attempts, "x")),
+        ("time", "", ()),
+    ]
+
+
+def sink_commands(options: RedisQueueOptions) -> list[Need]:
+    """What the sink beside either does."""
     reply, letters = f"{REPLY_LIST}any", options.dead_letter_stream
-    commands += [("rpush", reply, (reply, "x")), ("ltrim", reply, (reply, "0", "1"))]
-    commands += [("xadd", letters, (letters, "*", "data", "x"))]
+    commands: list[Need] = [
+        ("rpush", reply, (reply, "x")),
+        ("ltrim", reply, (reply, "0", "1")),
+        ("xadd", letters, (letters, "*", "data", "x")),
+        ("multi", "", ()),
+        ("exec", "", ()),
+        ("evalsha", "", ("0" * 40, "0")),
+        ("type", options.requests, (options.requests,)),
+    ]
     for key in (reply, letters):
         commands += [("type", key, (key,)), ("pttl", key, (key,)), ("expire", key, (key, "1"))]
-    commands += [("multi", "", ()), ("exec", "", ()), ("evalsha", "", ("0" * 40, "0"))]
-    return [(name, key, (*name.split("|"), *rest)) for name, key, rest in commands]
+    return commands
 
 
-async def missing_rights(client: Any, options: RedisOptions) -> list[str]:
+async def missing_rights(client: Any, wanted: list[Need]) -> list[str]:
     """``xack on embedstream.requests`` for each; empty when none is missing, or before Redis 7.0.
 
     Raises `RedisError` (NOPERM: eval itself is not granted), `OSError`.
     """
-    wanted = needed(options)
-    lines = ["\n".join(command) for _, _, command in wanted]
+    lines = ["\n".join((*name.split("|"), *rest)) for name, _, rest in wanted]
     missing = await client.execute_command("EVAL", _MISSING, 0, *lines)
     return [f"{name} on {key}" if key else name for name, key, _ in (wanted[i] for i in missing)]

@@ -40,7 +40,7 @@ from pipeline.transports.redis.options import (
     LIST_PREFIX,
     REPLY_LIST,
     STREAM_PREFIX,
-    RedisOptions,
+    RedisQueueOptions,
 )
 
 _PIPELINES = 2
@@ -72,7 +72,7 @@ class RedisSink:
     """
 
     def __init__(
-        self, options: RedisOptions, *, metrics: Metrics | None = None, one_place: bool = False
+        self, options: RedisQueueOptions, *, metrics: Metrics | None = None, one_place: bool = False
     ) -> None:
         self._options = options
         self._one_place = one_place
@@ -109,10 +109,13 @@ class RedisSink:
         kind, name = split_destination(destination)
         if kind is None:
             return "reply_to must be list:NAME or stream:NAME"
+        own = self._options.own_prefix
+        if own is not None and name.startswith(own):
+            return "reply_to names a key that the source keeps for itself"
         return reply_to_error(
             name,
             prefixes=self._options.reply_prefixes,
-            sources=(self._options.stream, *map(bare_name, self._options.refuse_destinations)),
+            sources=(self._options.requests, *map(bare_name, self._options.refuse_destinations)),
             dead_letters=self._options.dead_letter_stream,
         )
 
@@ -287,7 +290,9 @@ def bare_name(destination: str) -> str:
     return split_destination(destination)[1]
 
 
-async def open_sink(options: RedisOptions, *, beside: Source | None, metrics: Metrics) -> RedisSink:
+async def open_sink(
+    options: RedisQueueOptions, *, beside: Source | None, metrics: Metrics
+) -> RedisSink:
     """A connected sink; beside no source it is a route's one place. Raises `ConnectionError`; nothing
     stays open then.
     """

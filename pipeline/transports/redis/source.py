@@ -9,19 +9,13 @@ relies on BLOCK ending in time.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import socket
-import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
 from redis.exceptions import RedisError
 
-from actors.backoff import Backoff
-from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus
+from actors.ports import Clock, Delivery, Metrics
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.redis.client import (
     ServerFacts,
@@ -30,30 +24,25 @@ from pipeline.transports.redis.client import (
     is_nogroup,
     look,
     make_client,
-    reconnect_if_wrong,
     survey,
 )
 from pipeline.transports.redis.deliveries import Held, delivery_of, entry_of
 from pipeline.transports.redis.errors import describe
 from pipeline.transports.redis.group import Entry, GroupCommands
-from pipeline.transports.redis.health import Health
 from pipeline.transports.redis.leases import Leases, keep
+from pipeline.transports.redis.loops import SETTLE_BATCH, TROUBLE, RedisLoops
 from pipeline.transports.redis.options import RedisOptions
-from pipeline.transports.source import BrokerSource, opened
+from pipeline.transports.source import opened
 
 log = structlog.get_logger(__name__)
 
-_RETRY_FIRST_S = 0.1
-_RETRY_LONGEST_S = 2.0
-_SETTLE_BATCH = 500
 _CLAIM_BATCH = 100
 _CLEAN_EVERY_CLAIMS = 12
 _DEAD_AFTER_IDLES = 10
 """A consumer without pending entries is removed once idle for this many `claim_idle_ms`."""
-_TROUBLE = (RedisError, OSError, TimeoutError)
 
 
-class RedisSource(BrokerSource):
+class RedisSource(RedisLoops):
     """`actors.ports.Source` over one stream and one consumer group."""
 
     kind = "redis"
@@ -63,11 +52,7 @@ class RedisSource(BrokerSource):
     ) -> None:
         super().__init__(options, clock=clock, metrics=metrics)
         self._options = options
-        self.consumer = options.consumer or (
-            f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        )
-        self._reader = make_client(options, connections=1)
-        self._client = make_client(options, connections=2)
+        self.consumer = options.consumer or self.consumer
         self._commands = GroupCommands(self._client, options, self.consumer)
         self._reads = GroupCommands(self._reader, options, self.consumer)
         self._leases = Leases(options.claim_idle_ms / 1000)
@@ -76,57 +61,26 @@ class RedisSource(BrokerSource):
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
         self._claim_cursor = "0-0"
-        self._health = Health(options.address, self._metrics)
-        self._state = "not open"  # empty while it is
-        self.facts: ServerFacts | None = None
+        self._claims = 0
 
     # --- life -----------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        if self.facts is None:
-            self.facts = await survey(self._client, self._options)
-            self._state = ""
-            self._health.opened()
+    async def _survey(self) -> ServerFacts:
+        return await survey(self._client, self._options)
 
-    def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        return self._read_forever(), self._keep_house()
+    def _in_hand(self) -> int:
+        return len(self._held)
+
+    def _in_hand_bytes(self) -> int:
+        return self._held.size_bytes
 
     def stop_intake(self) -> None:
         for delivery in [*self._hand_off.close(), *self._redelivery.clear()]:
-            self._let_go(delivery)  # the lease is given away in `aclose`, or runs out
+            self._let_go(delivery)  # the lease is given away in `_leave`, or runs out
         self._wake.set()
 
-    async def flush(self, deadline: Deadline) -> None:
-        while self._settled and not deadline.expired:
-            try:
-                async with asyncio.timeout(deadline.remaining_s()):
-                    await self._settle_batch()
-            except _TROUBLE as error:
-                if isinstance(error, RedisError) and is_nogroup(error):
-                    self._settled.clear()  # nothing is left that could be delivered again
-                else:
-                    await asyncio.sleep(min(_RETRY_FIRST_S, deadline.remaining_s()))
-        if self._settled:
-            log.warning("redis_flush_incomplete", entries=len(self._settled))
-
-    async def aclose(self) -> None:
-        self.stop_intake()
-        bound_s = self._options.close_timeout_s
-        await self._end_loops(bound_s)
-        try:
-            async with asyncio.timeout(bound_s):
-                if self.facts is not None:
-                    while self._settled:
-                        await self._settle_batch()
-                    await self._commands.leave()
-        except _TROUBLE as error:
-            log.warning("redis_leave_failed", error=describe(error))
-        self._state = "closed"
-        await close_client(self._reader, bound_s)
-        await close_client(self._client, bound_s)
-
-    def status(self) -> SourceStatus:
-        return self._status(self._state or self._health.fault(), held=len(self._held))
+    async def _leave(self) -> None:
+        await self._commands.leave()
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         await self._write_counts(deliveries, 1)
@@ -139,7 +93,7 @@ class RedisSource(BrokerSource):
         held = [d for d in deliveries if isinstance(d, HeldDelivery) and d.epoch == self._epoch]
         try:
             await self._commands.set_counts({entry_of(d): d.attempt + more for d in held})
-        except _TROUBLE as error:
+        except TROUBLE as error:
             log.warning("attempts_not_counted", entries=len(held), error=describe(error))
 
     # --- outcomes -------------------------------------------------------------------------------
@@ -173,38 +127,13 @@ class RedisSource(BrokerSource):
 
     # --- reading --------------------------------------------------------------------------------
 
-    async def _read_forever(self) -> None:
-        backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
-        while not self._closing.is_set():
-            try:
-                await self._read_once()
-            except _TROUBLE as error:
-                gone = isinstance(error, RedisError) and is_nogroup(error)
-                if gone and await self._repair_group("read"):
-                    continue
-                # An answer may have been lost on the way: its entries are ours and not in our hands.
-                self._replay_from = "0"
-                await self._failed("read", self._reader, error)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(backoff.next_s()):
-                        await self._closing.wait()
-            else:
-                backoff.reset()
+    async def _prove(self, client: Any) -> None:
+        await (self._reads if client is self._reader else self._commands).prove()
 
-    async def _failed(self, loop: str, client: Any, error: BaseException) -> None:
-        self._health.failed(loop, error)
-        with contextlib.suppress(*_TROUBLE):
-            await reconnect_if_wrong(client, error)
+    def _doubt(self) -> None:
+        self._replay_from = "0"
 
-    async def _read_once(self) -> None:
-        self._wake.clear()
-        if self._health.is_wrong("read"):
-            await self._reads.prove()
-            self._health.works("read")
-        room = self._room()
-        if not room:
-            await self._woken(self._options.block_ms / 1000)
-            return
+    async def _read(self, room: int) -> None:
         if self._replay_from is not None:
             await self._replay(room)
             return
@@ -220,13 +149,6 @@ class RedisSource(BrokerSource):
             return
         self._replay_from = page[-1]
         await self._take_over([entry for entry in page if not self._knows(entry)])
-
-    def _room(self) -> int:
-        full = self._held.size_bytes >= self._options.max_in_flight_bytes
-        if self._hand_off.paused or self._hand_off.closed or full:
-            return 0
-        room = self._options.max_in_flight - len(self._held) - len(self._settled)
-        return max(0, min(room, self._options.max_receive))
 
     async def _take_over(self, ids: list[str]) -> None:
         """Hand out entries that are pending for us; one deleted from the stream only needs its XACK."""
@@ -266,14 +188,16 @@ class RedisSource(BrokerSource):
             for delivery in deliveries:
                 self._let_go(delivery)
 
-    async def _repair_group(self, loop: str) -> bool:
+    async def _repaired(self, loop: str, error: BaseException) -> bool:
         """Make stream and group again. From `0`: what was added since must not be skipped."""
+        if not (isinstance(error, RedisError) and is_nogroup(error)):
+            return False
         try:
             made = await create_group(self._client, self._options, "0")
-        except _TROUBLE as error:
-            await self._failed(loop, self._client, error)
+        except TROUBLE as failed:
+            await self._failed(loop, self._client, failed)
             return False
-        self._replay_from = "0"
+        self._doubt()
         if made:
             # What we hold is still answered, but there is nothing left to acknowledge for it.
             self._epoch += 1
@@ -285,55 +209,18 @@ class RedisSource(BrokerSource):
 
     # --- housekeeping ---------------------------------------------------------------------------
 
-    async def _keep_house(self) -> None:
-        interval_s = self._options.claim_interval_ms / 1000
-        next_claim = self._clock.monotonic()
-        claims = 0
-        backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
-        while True:
-            self._tick.clear()
-            try:
-                if self._health.is_wrong("house"):
-                    await self._commands.prove()
-                await self._redeliver()
-                await self._settle_batch()
-                for entry in await keep(self._leases, self._commands, self._clock.monotonic()):
-                    self._metrics.count("source_leases_lost_total", transport="redis")
-                    log.warning("redis_lease_lost", stream=self._options.stream, id=entry)
-                if self._clock.monotonic() >= next_claim:
-                    next_claim = self._clock.monotonic() + interval_s
-                    claims += 1
-                    await self._claim()
-                    await self._tell_backlog()
-                    if claims % _CLEAN_EVERY_CLAIMS == 0:
-                        await self._remove_dead_consumers()
-                self._health.works("house")
-            except _TROUBLE as error:
-                if isinstance(error, RedisError) and is_nogroup(error):
-                    await self._repair_group("house")
-                else:
-                    await self._failed("house", self._client, error)
-                    self._replay_from = "0"
-                await asyncio.sleep(backoff.next_s())
-                continue
-            backoff.reset()
-            await self._rest(next_claim)
+    async def _look_after(self) -> None:
+        await self._redeliver()
+        for entry in await keep(self._leases, self._commands, self._clock.monotonic()):
+            self._metrics.count("source_leases_lost_total", transport="redis")
+            log.warning("redis_lease_lost", stream=self._options.stream, id=entry)
 
-    async def _rest(self, next_claim: float) -> None:
-        """Until a settle or release comes, or the next lease, redelivery or claim is due."""
-        if self._settled:
-            return
-        dues = [next_claim, self._leases.next_due(), self._redelivery.next_due()]
-        due = min(at for at in dues if at is not None)
-        try:
-            async with asyncio.timeout(max(0.0, due - self._clock.monotonic())):
-                await self._tick.wait()
-        except TimeoutError:
-            return
-        await asyncio.sleep(self._options.settle_interval_ms / 1000)  # let settles gather
+    def _next_due(self) -> float | None:
+        dues = [self._leases.next_due(), self._redelivery.next_due()]
+        return min((at for at in dues if at is not None), default=None)
 
     async def _settle_batch(self) -> None:
-        batch = list(self._settled)[:_SETTLE_BATCH]
+        batch = list(self._settled)[:SETTLE_BATCH]
         if not batch:
             return
         await self._commands.settle(batch)
@@ -354,6 +241,13 @@ class RedisSource(BrokerSource):
         await self._commands.set_counts(current)
 
     async def _claim(self) -> None:
+        self._claims += 1
+        await self._take_from_silent()
+        await self._tell_backlog()
+        if self._claims % _CLEAN_EVERY_CLAIMS == 0:
+            await self._remove_dead_consumers()
+
+    async def _take_from_silent(self) -> None:
         """Take over what its owner has not renewed for `claim_idle_ms`."""
         room = min(self._room(), _CLAIM_BATCH)
         if not room:
