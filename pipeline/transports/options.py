@@ -18,7 +18,9 @@ import msgspec
 import msgspec.inspect as mi
 from msgspec import Meta
 
-SECRET_FIELDS = frozenset({"password", "sasl_password", "ssl_password"})
+SECRET_FIELDS = frozenset(
+    {"password", "sasl_password", "ssl_password", "sasl_oauthbearer_client_secret"}
+)
 """Names that every print of a plan redacts."""
 
 Self = TypeVar("Self", bound="Options")

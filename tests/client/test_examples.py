@@ -248,6 +248,7 @@ async def test_arq(example: Callable[[str], Path]) -> None:
 
 def test_the_page_shows_the_files_as_they_are() -> None:
     page = (ROOT / "docs" / "web.md").read_text("utf-8")
+    page += (ROOT / "docs" / "kafka.md").read_text("utf-8")
     for path in sorted(EXAMPLES.rglob("*")):
         if path.suffix in {".py", ".mjs", ".sh"} and "node_modules" not in path.parts:
             assert path.read_text("utf-8").strip() in page, path.name

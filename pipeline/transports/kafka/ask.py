@@ -12,7 +12,12 @@ from pipeline.transports.kafka.options import KafkaOptions
 
 
 async def open_asker(options: KafkaOptions, *, timeout_s: float) -> Asker:
-    """Connected, and at the end of the reply topic. Raises `ConnectionError`."""
+    """Connected, and at the end of the reply topic. Raises `ConnectionError` and `ValueError`."""
+    if options.sasl_oauthbearer_token_endpoint_url is not None:
+        raise ValueError(
+            "the client takes tokens from a file only: give sasl_token_file instead of "
+            "sasl_oauthbearer_token_endpoint_url"
+        )
     endpoint = KafkaEndpoint(
         bootstrap=options.bootstrap,
         topic=options.topics[0],
@@ -22,6 +27,8 @@ async def open_asker(options: KafkaOptions, *, timeout_s: float) -> Asker:
         sasl_mechanism=options.sasl_mechanism,
         sasl_username=options.sasl_username,
         sasl_password=options.sasl_password,
+        sasl_password_file=options.sasl_password_file,
+        sasl_token_file=options.sasl_token_file,
         ssl_cafile=options.ssl_cafile,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,

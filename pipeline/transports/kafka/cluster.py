@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -27,14 +25,18 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     for_code,
 )
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.kafka.security import client_settings, what_to_check
 
 log = structlog.get_logger(__name__)
 
 _REACH_S = 3.0  # per advertised address, and per question at open
 _PID_RETRY_S = 0.1
+_BEYOND = 2**62
+"""An offset that no partition has reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,52 +68,6 @@ class ClusterFacts:
         if not self.latest:
             return False
         return topic in self.group_topics or partition >= self.partition_counts.get(topic, 0)
-
-
-def client_settings(options: KafkaOptions) -> dict[str, Any]:
-    """Keyword arguments that aiokafka's consumer, producer and admin client share."""
-    settings: dict[str, Any] = {
-        "bootstrap_servers": options.bootstrap.split(","),
-        "client_id": options.client_id,
-        "metadata_max_age_ms": options.metadata_max_age_ms,
-        "request_timeout_ms": options.request_timeout_ms,
-        "security_protocol": options.security_protocol,
-    }
-    if "SASL" in options.security_protocol:
-        settings["sasl_mechanism"] = options.sasl_mechanism
-        settings["sasl_plain_username"] = options.sasl_username
-        settings["sasl_plain_password"] = _password(options)
-    if "SSL" in options.security_protocol:
-        settings["ssl_context"] = _ssl_context(options)
-    return settings
-
-
-def _password(options: KafkaOptions) -> str | None:
-    """Read anew at each connection, so that a changed file is taken up."""
-    if options.sasl_password_file is None:
-        return options.sasl_password
-    try:
-        return Path(options.sasl_password_file).read_text("utf-8").rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConnectionError(
-            f"sasl_password_file {options.sasl_password_file} cannot be read "
-            f"({type(error).__name__}): check its path and its permissions"
-        ) from None
-
-
-def _ssl_context(options: KafkaOptions) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=options.ssl_cafile)
-        if options.ssl_certfile is not None:
-            context.load_cert_chain(
-                options.ssl_certfile, options.ssl_keyfile, password=options.ssl_password
-            )
-    except (OSError, ssl.SSLError) as error:
-        raise ConnectionError(
-            f"Kafka TLS files cannot be read ({error}): check ssl_cafile, ssl_certfile and ssl_keyfile"
-        ) from None
-    context.check_hostname = options.ssl_check_hostname
-    return context
 
 
 async def survey(options: KafkaOptions, *, consumes: bool = True) -> ClusterFacts:
@@ -200,9 +156,7 @@ async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
                 request_timeout_ms=int(_REACH_S * 1000),
                 security_protocol=options.security_protocol,
                 ssl_context=settings.get("ssl_context"),
-                sasl_mechanism=settings.get("sasl_mechanism", "PLAIN"),
-                sasl_plain_username=settings.get("sasl_plain_username"),
-                sasl_plain_password=settings.get("sasl_plain_password"),
+                **{name: settings[name] for name in settings if name.startswith("sasl_")},
             )
         except (KafkaError, OSError, TimeoutError) as cause:
             causes.append(f"{address}: {words(cause)}")
@@ -211,7 +165,7 @@ async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
     detail = "; ".join(causes) or str(error)
     remedy = "check that the broker runs and that the address is right"
     if options.security_protocol != "PLAINTEXT":
-        remedy = "check security_protocol, user, password and certificates"
+        remedy = what_to_check(options)
     return f"Kafka at {options.bootstrap} cannot be used ({detail}): {remedy}"
 
 
@@ -290,6 +244,8 @@ async def _starts(
     places = [TopicPartition(topic, n) for topic, count in counts.items() for n in range(count)]
     if not places:
         return counts, frozenset()
+    for topic in described:
+        await _may_read(admin, topic)
     while True:  # a broker that has just started loads its coordinator first
         try:
             found = await admin.list_consumer_group_offsets(options.group, partitions=places)
@@ -299,6 +255,23 @@ async def _starts(
             await asyncio.sleep(_PID_RETRY_S)
         else:
             return counts, frozenset(p.topic for p, o in found.items() if o.offset >= 0)
+
+
+async def _may_read(admin: AIOKafkaAdminClient, described: Mapping[str, Any]) -> None:
+    """Raises `TopicAuthorizationFailedError`: a topic that one may look up, one may not yet read."""
+    leaders = [one["leader"] for one in described["partitions"] if one["partition"] == 0]
+    for leader in leaders:
+        # Far behind the end: nothing is sent, only whether it might be.
+        beyond = [(described["topic"], [(0, _BEYOND, 1)])]
+        with contextlib.suppress(KafkaError, TimeoutError):
+            async with asyncio.timeout(_REACH_S):
+                answer = await admin._send_request(FetchRequest(0, 0, 1, 0, beyond), leader)
+            codes = [part[1] for _, parts in answer.topics for part in parts]
+            if TopicAuthorizationFailedError.errno in codes:
+                break
+    else:
+        return
+    raise TopicAuthorizationFailedError(described["topic"])
 
 
 async def topic_limit(options: KafkaOptions, topic: str) -> int | None:

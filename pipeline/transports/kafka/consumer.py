@@ -19,8 +19,9 @@ from aiokafka.errors import IllegalStateError, KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline.transports.kafka import client_gaps as kafka_records
-from pipeline.transports.kafka.cluster import client_settings, closed_in_time
+from pipeline.transports.kafka.cluster import closed_in_time
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.kafka.security import client_settings
 
 log = structlog.get_logger(__name__)
 

@@ -169,13 +169,26 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], says("Encryption and login.")
     ] = "PLAINTEXT"
     sasl_mechanism: Annotated[
-        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], says("How the login is sent.")
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"],
+        says("How the login is sent."),
     ] = "PLAIN"
     sasl_username: Annotated[str | None, says("Login.")] = None
     sasl_password: Annotated[str | None, says("Login.")] = None
     sasl_password_file: Annotated[
         str | None, says("File that holds the password, instead of `sasl_password`.")
     ] = None
+    sasl_token_file: Annotated[
+        str | None, says("OAUTHBEARER: file with a token, read for each connection.")
+    ] = None
+    sasl_oauthbearer_token_endpoint_url: Annotated[
+        str | None, says("OAUTHBEARER: where client credentials are changed for a token.")
+    ] = None
+    sasl_oauthbearer_client_id: Annotated[str | None, says("Login there.")] = None
+    sasl_oauthbearer_client_secret: Annotated[str | None, says("Login there.")] = None
+    sasl_oauthbearer_client_secret_file: Annotated[
+        str | None, says("File that holds the secret, instead of the option.")
+    ] = None
+    sasl_oauthbearer_scope: Annotated[str | None, says("Scope to ask for there.")] = None
     ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
     ssl_certfile: Annotated[str | None, says("Our certificate, PEM.")] = None
     ssl_keyfile: Annotated[str | None, says("Our key, PEM.")] = None
@@ -272,24 +285,57 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         return problems + self.not_above("release_backoff_ms", "release_backoff_max_ms")
 
     def _security_problems(self) -> list[str]:
-        problems = []
+        problems: list[str] = []
+        bearer = self.sasl_mechanism == "OAUTHBEARER"
         uses_sasl = self.security_protocol.startswith("SASL")
-        passwords = [self.sasl_password, self.sasl_password_file]
-        if uses_sasl and (self.sasl_username is None or passwords == [None, None]):
+        password = _one_of(self, "sasl_password", "sasl_password_file", problems)
+        login = "sasl_oauthbearer_client_secret"
+        login_given = _one_of(self, login, f"{login}_file", problems)
+        token = _one_of(self, "sasl_token_file", "sasl_oauthbearer_token_endpoint_url", problems)
+        if uses_sasl and not bearer and (self.sasl_username is None or not password):
             problems.append(
                 f"security_protocol {self.security_protocol} needs sasl_username and "
                 "sasl_password or sasl_password_file"
             )
-        if None not in passwords:
-            problems.append("sasl_password and sasl_password_file are both set: give one")
-        if not uses_sasl and self.sasl_username is not None:
+        if uses_sasl and bearer and not token:
+            problems.append(
+                "sasl_mechanism OAUTHBEARER needs sasl_token_file, or "
+                "sasl_oauthbearer_token_endpoint_url with client id and secret"
+            )
+        endpoint = self.sasl_oauthbearer_token_endpoint_url
+        if endpoint is not None:
+            if not endpoint.startswith(("https://", "http://")):
+                problems.append("sasl_oauthbearer_token_endpoint_url is no http:// or https:// URL")
+            if self.sasl_oauthbearer_client_id is None or not login_given:
+                problems.append(
+                    "sasl_oauthbearer_token_endpoint_url needs sasl_oauthbearer_client_id and "
+                    f"{login} or {login}_file"
+                )
+        if bearer and not uses_sasl:
+            problems.append(
+                f"sasl_mechanism is OAUTHBEARER but security_protocol is {self.security_protocol}: "
+                "choose SASL_SSL"
+            )
+        if token and not bearer:
+            problems.append("a token is set but sasl_mechanism is not OAUTHBEARER")
+        if self.sasl_username is not None and (bearer or not uses_sasl):
             problems.append(
                 f"sasl_username is set but security_protocol is {self.security_protocol}: "
                 "choose SASL_PLAINTEXT or SASL_SSL, or drop sasl_username"
+                if not bearer
+                else "sasl_username is set but sasl_mechanism is OAUTHBEARER: drop one"
             )
         if self.ssl_certfile is None and self.ssl_keyfile is not None:
             problems.append("ssl_keyfile is set without ssl_certfile: give both or none")
         return problems
+
+
+def _one_of(options: KafkaOptions, one: str, other: str, problems: list[str]) -> bool:
+    """Whether one of two options is given; both are a problem."""
+    given = [getattr(options, name) is not None for name in (one, other)]
+    if all(given):
+        problems.append(f"{one} and {other} are both set: give one")
+    return any(given)
 
 
 def _has_port(host: str) -> bool:

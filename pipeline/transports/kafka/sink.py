@@ -34,7 +34,6 @@ from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBrok
 from pipeline.transports.broker_names import reply_to_error
 from pipeline.transports.kafka.cluster import (
     ClusterFacts,
-    client_settings,
     closed_in_time,
     survey,
     topic_limit,
@@ -43,6 +42,7 @@ from pipeline.transports.kafka.cluster import (
 from pipeline.transports.kafka.deliveries import key_of_id
 from pipeline.transports.kafka.directory import TopicDirectory
 from pipeline.transports.kafka.options import KafkaOptions, topic_error
+from pipeline.transports.kafka.security import client_settings
 from pipeline.transports.kafka.source import KafkaSource
 
 log = structlog.get_logger(__name__)

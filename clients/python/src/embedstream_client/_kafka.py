@@ -13,6 +13,7 @@ import contextlib
 import ssl
 from collections import deque
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from ._calls import Call, Calls
@@ -220,8 +221,11 @@ class KafkaLink:
         }
         if "SASL" in endpoint.security_protocol:
             settings["sasl_mechanism"] = endpoint.sasl_mechanism
-            settings["sasl_plain_username"] = endpoint.sasl_username
-            settings["sasl_plain_password"] = endpoint.sasl_password
+            if endpoint.sasl_mechanism == "OAUTHBEARER":
+                settings["sasl_oauth_token_provider"] = _token_file(endpoint.sasl_token_file)
+            else:
+                settings["sasl_plain_username"] = endpoint.sasl_username
+                settings["sasl_plain_password"] = _password(endpoint)
         if "SSL" in endpoint.security_protocol:
             context = ssl.create_default_context(cafile=endpoint.ssl_cafile)
             if endpoint.ssl_certfile is not None:
@@ -273,3 +277,31 @@ async def _close(client: Any) -> None:
     stopping: Awaitable[Any] = client.stop()
     with contextlib.suppress(Exception):
         await asyncio.wait_for(stopping, _CLOSE_S)
+
+
+def _password(endpoint: KafkaEndpoint) -> str | None:
+    if endpoint.sasl_password_file is None:
+        return endpoint.sasl_password
+    return _read("sasl_password_file", endpoint.sasl_password_file)
+
+
+def _token_file(path: str | None) -> Any:
+    """What aiokafka asks for a token, for each connection."""
+    from aiokafka.abc import AbstractTokenProvider
+
+    if path is None:
+        raise Unreachable("sasl_mechanism OAUTHBEARER needs sasl_token_file")
+    place: str = path
+
+    class TokenFile(AbstractTokenProvider):  # type: ignore[misc]
+        async def token(self) -> str:
+            return _read("sasl_token_file", place)
+
+    return TokenFile()
+
+
+def _read(option: str, path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unreachable(f"{option} {path} cannot be read ({type(error).__name__})") from None

@@ -58,9 +58,11 @@ class KafkaEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     reply_topic: str = REPLY_TOPIC
     max_request_size: int = 1024 * 1024
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
     sasl_username: str | None = None
     sasl_password: str | None = None
+    sasl_password_file: str | None = None
+    sasl_token_file: str | None = None
     ssl_cafile: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -53,6 +53,9 @@ def kafka(**settings: Any) -> list[str]:
     return KafkaOptions(bootstrap="h:1", **settings).check()
 
 
+BEARER = {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -80,6 +83,20 @@ def kafka(**settings: Any) -> list[str]:
                 "sasl_password_file": "f",
             },
             ["sasl_password", "sasl_password_file"],
+        ),
+        ({"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}, ["sasl_token_file"]),
+        ({"sasl_token_file": "t"}, ["token", "OAUTHBEARER"]),
+        (
+            BEARER | {"sasl_username": "u", "sasl_token_file": "t"},
+            ["sasl_username", "OAUTHBEARER"],
+        ),
+        (
+            BEARER | {"sasl_oauthbearer_token_endpoint_url": "https://h/t"},
+            ["sasl_oauthbearer_client_id", "sasl_oauthbearer_client_secret_file"],
+        ),
+        (
+            {"sasl_mechanism": "OAUTHBEARER", "sasl_token_file": "t"},
+            ["OAUTHBEARER", "security_protocol"],
         ),
     ],
 )
