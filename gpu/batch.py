@@ -22,7 +22,7 @@ from schemas.requests import AnyRequest, Output, Task
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Float32: TypeAlias = npt.NDArray[np.float32]
-Pooling: TypeAlias = Literal["cls", "mean", "last_token"]
+Pooling: TypeAlias = Literal["cls", "mean", "last_token", "max", "mean_sqrt_len", "weightedmean"]
 
 
 @dataclass(frozen=True, slots=True)

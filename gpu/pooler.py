@@ -8,9 +8,10 @@ the cut, with an epsilon, so a zero vector stays zero and never becomes NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,30 +98,66 @@ def mean_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
     Neighbouring items of one length are summed in one call; torch sums each of them as it would
     alone. A segment whose prompt covers it whole is averaged whole.
     """
-    starts = [
-        s + p if s + p < e else s
+    return torch.cat([rows.sum(dim=1) / rows.shape[1] for rows, _ in _groups(hidden, segments)])
+
+
+def mean_sqrt_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """As `mean_rows`, the sum divided by the root of the number of tokens."""
+    return torch.cat(
+        [rows.sum(dim=1) / rows.shape[1] ** 0.5 for rows, _ in _groups(hidden, segments)]
+    )
+
+
+def max_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """As `mean_rows`, the largest value of each component."""
+    return torch.cat([rows.amax(dim=1) for rows, _ in _groups(hidden, segments)])
+
+
+def weighted_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """As `mean_rows`, each token weighted by its place in the item, which counts from 1 (SGPT)."""
+    parts = []
+    for rows, first in _groups(hidden, segments):
+        weights = torch.arange(first + 1, first + 1 + rows.shape[1], device=rows.device).float()
+        parts.append((rows * weights[:, None]).sum(dim=1) / weights.sum())
+    return torch.cat(parts)
+
+
+def _groups(hidden: torch.Tensor, segments: Segments) -> Iterator[tuple[torch.Tensor, int]]:
+    """Pooled tokens of neighbouring items of one length and prompt, [n, length, h] float32, in the order
+    of the items; and the place of the first one in its item."""
+    firsts = [
+        p if s + p < e else 0
         for s, e, p in zip(segments.starts, segments.ends, segments.pooled_from, strict=True)
     ]
-    parts: list[torch.Tensor] = []
+    starts = [s + p for s, p in zip(segments.starts, firsts, strict=True)]
     i, n = 0, len(starts)
     while i < n:
         length, j = segments.ends[i] - starts[i], i + 1
         while (
-            j < n and starts[j] == segments.ends[j - 1] and segments.ends[j] - starts[j] == length
+            j < n
+            and starts[j] == segments.ends[j - 1]
+            and segments.ends[j] - starts[j] == length
+            and firsts[j] == firsts[i]
         ):
             j += 1
-        rows = hidden[starts[i] : segments.ends[j - 1]].float().view(j - i, length, -1)
-        parts.append(rows.sum(dim=1) / length)
+        yield hidden[starts[i] : segments.ends[j - 1]].float().view(j - i, length, -1), firsts[i]
         i = j
-    return torch.cat(parts)
 
 
-_POOL = {"cls": first_rows, "mean": mean_rows, "last_token": last_rows}
+_POOL: dict[Pooling, Callable[[torch.Tensor, Segments], torch.Tensor]] = {
+    "cls": first_rows,
+    "mean": mean_rows,
+    "last_token": last_rows,
+    "max": max_rows,
+    "mean_sqrt_len": mean_sqrt_rows,
+    "weightedmean": weighted_rows,
+}
 
 
-def pool(hidden: torch.Tensor, segments: Segments, pooling: Pooling) -> torch.Tensor:
-    """[total_tokens, h] -> [n_items, h] float32."""
-    return _POOL[pooling](hidden, segments).float()
+def pool(hidden: torch.Tensor, segments: Segments, pooling: str) -> torch.Tensor:
+    """[total_tokens, h] -> [n_items, h] float32; poolings joined by "+" stand one behind the other."""
+    parts = [_POOL[name](hidden, segments).float() for name in pooling.split("+")]  # type: ignore[index]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def finish(
@@ -155,25 +192,39 @@ def flaw(vector: Float32, unit: bool) -> NonFinite | None:
 
 
 class DenseStack(nn.Module):
-    """The folder's Dense modules in order, each ``activation(x @ W.T + b)``, in fp32."""
+    """The folder's Dense modules in order, in fp32; see `DenseSpec`."""
 
     def __init__(self, specs: Sequence[DenseSpec], *, allow_pickle: bool = False) -> None:
         super().__init__()
-        self.steps = nn.ModuleList(
-            nn.Sequential(_load_dense(spec, allow_pickle), _activation(spec)) for spec in specs
-        )
+        self.steps = nn.ModuleList(_Dense(spec, allow_pickle) for spec in specs)
 
     def prepack(self) -> None:
         """Replace the linears by prepacked ones (CPU)."""
         for step in self.steps:
-            assert isinstance(step, nn.Sequential)
-            step[0] = prepack_one(step[0])  # type: ignore[arg-type]
+            for name, linear in list(step.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(step, name, prepack_one(linear))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n_items, in] float32 -> [n_items, out] float32."""
         for step in self.steps:
             x = step(x)
         return x
+
+
+class _Dense(nn.Module):
+    def __init__(self, spec: DenseSpec, allow_pickle: bool) -> None:
+        super().__init__()
+        self.linear: nn.Module
+        self.linear, self.residual = _load_dense(spec, allow_pickle)
+        self.activation = _activation(spec)
+        self.adds = spec.residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.activation(self.linear(x))
+        if self.adds:
+            out = out + (x if self.residual is None else self.residual(x))
+        return out
 
 
 def _activation(spec: DenseSpec) -> nn.Module:
@@ -185,23 +236,30 @@ def _activation(spec: DenseSpec) -> nn.Module:
     return module
 
 
-def _load_dense(spec: DenseSpec, allow_pickle: bool) -> nn.Linear:
-    linear = nn.Linear(spec.in_features, spec.out_features, bias=spec.bias)
-    state = read_weights(spec.folder, allow_pickle=allow_pickle)
-    state = {name.removeprefix("linear."): tensor.float() for name, tensor in state.items()}
-    wanted = {"weight", "bias"} if spec.bias else {"weight"}
-    if set(state) != wanted:
+def _load_dense(spec: DenseSpec, allow_pickle: bool) -> tuple[nn.Linear, nn.Linear | None]:
+    """The linear, and the one of the residual where it has one."""
+    both = nn.ModuleDict({"linear": nn.Linear(spec.in_features, spec.out_features, bias=spec.bias)})
+    if spec.residual and spec.in_features != spec.out_features:
+        both["residual"] = nn.Linear(spec.in_features, spec.out_features, bias=False)
+    state = {
+        name if "." in name else f"linear.{name}": tensor.float()
+        for name, tensor in read_weights(spec.folder, allow_pickle=allow_pickle).items()
+    }
+    wanted = both.state_dict()
+    if set(state) != set(wanted):
         raise ModelLoadError(
             f"{spec.folder}: Dense weights hold {sorted(state)}, wanted {sorted(wanted)}"
         )
-    for name, tensor in linear.state_dict().items():
+    for name, tensor in wanted.items():
         if state[name].shape != tensor.shape:
             raise ModelLoadError(
                 f"{spec.folder}: config.json makes {name} {tuple(tensor.shape)}, the weights hold "
                 f"{tuple(state[name].shape)}"
             )
-    linear.load_state_dict(state)
-    return linear.eval().requires_grad_(False)
+    both.load_state_dict(state)
+    both.eval().requires_grad_(False)
+    found: Any = both
+    return found["linear"], found["residual"] if "residual" in both else None
 
 
 def read_weights(folder: Path, *, allow_pickle: bool) -> dict[str, torch.Tensor]:

@@ -83,7 +83,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Revision of a hub id."),
     ] = None
     pooling: Annotated[
-        Literal["auto", "cls", "mean", "last_token", "splade"],
+        Literal[
+            "auto", "cls", "mean", "last_token", "max", "mean_sqrt_len", "weightedmean", "splade"
+        ],
         Meta(description='Pooling of hidden states. "auto": what the model folder says.'),
     ] = "auto"
     matryoshka_dimensions: Annotated[

@@ -71,6 +71,22 @@ is_decoder layer_norm_eps max_position_embeddings num_attention_heads num_hidden
 pad_token_id summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels
 summary_type summary_use_proj tie_word_embeddings type_vocab_size use_cache vocab_size
 """,
+    "embedding_gemma2_text": """
+attention_bias attention_dropout audio_config audio_token_id bos_token_id embedding_dim
+eos_token_id global_head_dim head_dim hidden_activation hidden_size hidden_size_per_layer_input
+image_token_id initializer_range intermediate_size layer_types max_position_embeddings
+num_attention_heads num_global_key_value_heads num_hidden_layers num_key_value_heads
+original_max_position_embeddings pad_token_id partial_rotary_factor per_layer_config rms_norm_eps
+rope_parameters rope_scaling rope_theta sliding_window sliding_window_pattern text_config
+video_token_id vision_config vocab_size
+""",
+    "ernie": """
+add_cross_attention attention_probs_dropout_prob bos_token_id classifier_dropout eos_token_id
+hidden_act hidden_dropout_prob hidden_size initializer_range intermediate_size is_decoder
+layer_norm_eps max_position_embeddings num_attention_heads num_hidden_layers num_labels
+pad_token_id task_type_vocab_size tie_word_embeddings type_vocab_size use_cache use_task_id
+vocab_size
+""",
     "eurobert": """
 attention_bias attention_dropout bos_token_id classifier_pooling eos_token_id head_dim hidden_act
 hidden_size initializer_range intermediate_size mask_token_id max_position_embeddings mlp_bias
@@ -102,6 +118,21 @@ partial_rotary_factor query_pre_attn_scalar rms_norm_eps rope_local_base_freq ro
 rope_scaling rope_theta sliding_window sliding_window_pattern text_config tie_word_embeddings
 use_bidirectional_attention use_cache vision_config vocab_size
 """,
+    "gpt_neox": """
+attention_bias attention_dropout bos_token_id classifier_dropout eos_token_id head_dim hidden_act
+hidden_dropout hidden_size initializer_range intermediate_size is_decoder layer_norm_eps
+max_position_embeddings num_attention_heads num_hidden_layers num_labels
+original_max_position_embeddings pad_token_id partial_rotary_factor rope_parameters rope_scaling
+rope_theta rotary_emb_base rotary_pct tie_word_embeddings use_cache use_parallel_residual
+vocab_size
+""",
+    "granite": """
+attention_bias attention_dropout attention_multiplier bos_token_id embedding_multiplier
+eos_token_id head_dim hidden_act hidden_size initializer_range intermediate_size logits_scaling
+max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
+original_max_position_embeddings pad_token_id partial_rotary_factor residual_multiplier
+rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings use_cache vocab_size
+""",
     "gte": """
 attention_probs_dropout_prob bos_token_id classifier_dropout eos_token_id head_dim hidden_act
 hidden_dropout_prob hidden_size initializer_range intermediate_size layer_norm_eps
@@ -123,6 +154,20 @@ num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token
 partial_rotary_factor pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta
 tie_word_embeddings use_cache vocab_size
 """,
+    "ministral": """
+attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size initializer_range
+intermediate_size layer_types max_position_embeddings num_attention_heads num_hidden_layers
+num_key_value_heads original_max_position_embeddings pad_token_id partial_rotary_factor
+rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings use_cache
+vocab_size
+""",
+    "ministral3": """
+attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size initializer_range
+intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
+num_key_value_heads original_max_position_embeddings pad_token_id partial_rotary_factor
+rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings use_cache
+vocab_size
+""",
     "mistral": """
 attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size initializer_range
 intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
@@ -141,6 +186,16 @@ original_max_position_embeddings pad_token_id partial_rotary_factor rope_paramet
 rope_theta sep_token_id sliding_window sparse_pred_ignore_index sparse_prediction
 tie_word_embeddings vocab_size
 """,
+    "modernbert-decoder": """
+attention_bias attention_dropout bos_token_id classifier_activation classifier_bias
+classifier_dropout cls_token_id decoder_bias embedding_dropout eos_token_id
+global_attn_every_n_layers global_rope_theta head_dim hidden_activation hidden_size
+initializer_cutoff_factor initializer_range intermediate_size layer_types local_attention
+local_rope_theta max_position_embeddings mlp_bias mlp_dropout norm_bias norm_eps
+num_attention_heads num_hidden_layers num_labels original_max_position_embeddings pad_token_id
+partial_rotary_factor rope_parameters rope_scaling rope_theta sep_token_id sliding_window
+tie_word_embeddings use_cache vocab_size
+""",
     "mpnet": """
 attention_probs_dropout_prob bos_token_id eos_token_id hidden_act hidden_dropout_prob hidden_size
 initializer_range intermediate_size layer_norm_eps max_position_embeddings num_attention_heads
@@ -154,12 +209,32 @@ layer_norm_epsilon num_attention_heads num_decoder_layers num_heads num_hidden_l
 num_layers pad_token_id relative_attention_max_distance relative_attention_num_buckets
 tie_word_embeddings use_cache vocab_size
 """,
+    "nemotron": """
+attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size
+initializer_range intermediate_size max_position_embeddings mlp_bias norm_eps num_attention_heads
+num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id
+partial_rotary_factor rope_parameters rope_scaling rope_theta tie_word_embeddings use_cache
+vocab_size
+""",
     "nomic_bert": """
 attention_probs_dropout_prob bos_token_id classifier_dropout eos_token_id head_dim hidden_act
 hidden_dropout_prob hidden_size initializer_range intermediate_size layer_norm_eps
 max_position_embeddings num_attention_heads num_hidden_layers num_labels
 original_max_position_embeddings pad_token_id partial_rotary_factor rope_parameters rope_scaling
 rope_theta type_vocab_size vocab_size
+""",
+    "olmo2": """
+attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size
+initializer_range intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
+num_key_value_heads original_max_position_embeddings pad_token_id partial_rotary_factor
+rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings use_cache vocab_size
+""",
+    "phi": """
+attention_dropout bos_token_id embd_pdrop eos_token_id head_dim hidden_act hidden_size
+initializer_range intermediate_size layer_norm_eps max_position_embeddings num_attention_heads
+num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id
+partial_rotary_factor qk_layernorm resid_pdrop rope_parameters rope_scaling rope_theta
+tie_word_embeddings use_cache vocab_size
 """,
     "phi3": """
 attention_dropout bos_token_id embd_pdrop eos_token_id head_dim hidden_act hidden_size
@@ -207,6 +282,15 @@ num_attention_heads num_hidden_layers num_key_value_heads original_max_position_
 pad_token_id partial_rotary_factor rms_norm_eps rope_parameters rope_scaling rope_theta
 sliding_window tie_word_embeddings use_cache use_sliding_window vocab_size
 """,
+    "qwen3_moe": """
+attention_bias attention_dropout bos_token_id decoder_sparse_step eos_token_id head_dim hidden_act
+hidden_size initializer_range intermediate_size max_position_embeddings mlp_only_layers
+moe_intermediate_size norm_topk_prob num_attention_heads num_experts num_experts_per_tok
+num_hidden_layers num_key_value_heads num_local_experts original_max_position_embeddings
+output_router_logits pad_token_id partial_rotary_factor rms_norm_eps rope_parameters rope_scaling
+rope_theta router_aux_loss_coef sliding_window tie_word_embeddings use_cache use_sliding_window
+vocab_size
+""",
     "rembert": """
 add_cross_attention attention_probs_dropout_prob bos_token_id classifier_dropout_prob eos_token_id
 hidden_act hidden_dropout_prob hidden_size initializer_range input_embedding_size
@@ -219,6 +303,13 @@ add_cross_attention attention_probs_dropout_prob bos_token_id classifier_dropout
 hidden_act hidden_dropout_prob hidden_size initializer_range intermediate_size is_decoder
 layer_norm_eps max_position_embeddings num_attention_heads num_hidden_layers num_labels
 pad_token_id tie_word_embeddings type_vocab_size use_cache vocab_size
+""",
+    "smollm3": """
+attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size
+initializer_range intermediate_size layer_types max_position_embeddings mlp_bias
+no_rope_layer_interval no_rope_layers num_attention_heads num_hidden_layers num_key_value_heads
+original_max_position_embeddings pad_token_id partial_rotary_factor rms_norm_eps rope_parameters
+rope_scaling rope_theta sliding_window tie_word_embeddings use_cache use_sliding_window vocab_size
 """,
     "t5": """
 classifier_dropout d_ff d_kv d_model decoder_start_token_id dense_act_fn dropout_rate eos_token_id

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu.faults import ModelLoadError
 from gpu.folder.families import Family
-from gpu.folder.modules import POOLINGS, Modules, pooling_name
+from gpu.folder.modules import POOLINGS, Modules, pooling_names
 from gpu.folder.outputs import extra_outputs, prefixed_prompts
 from gpu.folder.spec import Overrides
 from schemas.requests import Task
@@ -50,7 +50,8 @@ def embed_fields(
         }
     pooling = extra.pooling if pooling is None and modules.pooling is None else pooling
     if pooling is not None and pooling not in POOLINGS:
-        raise ModelLoadError(f"pooling = {pooling!r} is not one of cls, mean, last_token")
+        known = ", ".join(dict.fromkeys(POOLINGS.values()))
+        raise ModelLoadError(f"pooling = {pooling!r} is not one of {known}")
     architecture = str((config.get("architectures") or [""])[0])
     if modules.pooling is None and not modules.described and "For" in architecture:
         if architecture.endswith("ForMaskedLM"):
@@ -64,22 +65,22 @@ def embed_fields(
             'language model that reranks set `rerank_template = "qwen3"`, `"bge-gemma"` or a template'
         )
     if pooling is not None:
-        chosen = POOLINGS[pooling]
+        chosen: tuple[str, ...] = (POOLINGS[pooling],)
     elif modules.pooling is not None:
-        chosen = pooling_name(folder, modules.pooling)
+        chosen = pooling_names(folder, modules.pooling)
     elif family.default_pooling is not None:
-        chosen = family.default_pooling
-        notes.append(f"the folder names no pooling; {chosen} is this family's")
+        chosen = (family.default_pooling,)
+        notes.append(f"the folder names no pooling; {chosen[0]} is this family's")
     else:
         raise ModelLoadError(
             f"{folder}: the folder names no pooling (no modules.json with a Pooling module); "
             'set `pooling = "cls"`, `"mean"` or `"last_token"` for this model'
         )
-    native = _vector_size(modules, hidden_size(config))
+    native = _vector_size(modules, hidden_size(config), len(chosen))
     return {
         "tasks": frozenset({"embed"}),
         "head": False,
-        "pooling": chosen,
+        "pooling": "+".join(chosen),
         "include_prompt": bool((modules.pooling or {}).get("include_prompt", True)),
         "dense": modules.dense,
         "normalize": modules.normalize or extra.normalize,
@@ -91,7 +92,7 @@ def embed_fields(
     }
 
 
-def _vector_size(modules: Modules, hidden: int) -> int:
+def _vector_size(modules: Modules, hidden: int, n_poolings: int) -> int:
     """Follows the width from the hidden states through the Dense modules. Raises `ModelLoadError` where
     two files disagree."""
     width, said_by = hidden, modules.transformer / "config.json"
@@ -101,6 +102,7 @@ def _vector_size(modules: Modules, hidden: int) -> int:
             raise ModelLoadError(
                 f"{modules.pooling_file}: {name} = {pooled[name]}, but {said_by} gives {width}"
             )
+    width *= n_poolings
     for dense in modules.dense:
         if dense.in_features != width:
             raise ModelLoadError(
@@ -113,7 +115,8 @@ def _vector_size(modules: Modules, hidden: int) -> int:
 
 def hidden_size(config: Mapping[str, Any]) -> int:
     """Width of the hidden states, under the name that the architecture gives it."""
-    for key in ("hidden_size", "dim", "d_model", "n_embd"):
+    own = ("embedding_dim",) if config.get("model_type") == "embedding_gemma2_text" else ()
+    for key in (*own, "hidden_size", "dim", "d_model", "n_embd"):
         if key in config:
             return int(config[key])
     raise ModelLoadError("config.json names no hidden_size")

@@ -20,7 +20,10 @@ HeadRecipe: TypeAlias = Literal[
     "deberta",  # classifier(pooler(first token)), the pooler beside the base model
     "eurobert",  # classifier(gelu(dense(first token or mean))), or the mean of that per token
     "score_on_last",  # score(last token)
+    "modernbert_decoder",  # classifier(head(last token))
 ]
+
+LAST_TOKEN_HEADS: tuple[HeadRecipe, ...] = ("score_on_last", "modernbert_decoder")
 
 MlmRecipe: TypeAlias = Literal[
     "cls",  # cls(hidden)
@@ -31,7 +34,7 @@ MlmRecipe: TypeAlias = Literal[
 ]
 
 
-Wrapper: TypeAlias = Literal["t5", "mpnet", "rembert", "deberta"]
+Wrapper: TypeAlias = Literal["t5", "mpnet", "rembert", "deberta", "moe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,19 @@ _ROWS = (
     _decoder("gemma"),
     _decoder("gemma2"),
     _decoder("phi3"),
+    _decoder("gpt_neox"),
+    _decoder("granite", head=None),
+    _decoder("ministral"),
+    _decoder("ministral3"),
+    _decoder("modernbert-decoder", head="modernbert_decoder"),
+    _decoder("nemotron"),
+    _decoder("olmo2"),
+    _decoder("phi"),
+    _decoder("qwen3_moe", wrapper="moe"),
+    _decoder("smollm3"),
     _decoder("internlm2"),  # its classes come with the folder
+    Family("ernie", head="pooler_classifier", mlm="cls"),
+    Family("embedding_gemma2_text", learned_positions=False, default_pooling="mean", head=None),
     Family("mpnet", position_offset="pad_token", mlm="lm_head", wrapper="mpnet"),
     Family("albert", head="albert"),
     Family("gte", learned_positions=False, head="pooler_classifier"),

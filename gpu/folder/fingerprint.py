@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 _BUFFERS = r"(^|\.)(position_ids|rotary_emb\.inv_freq|token_type_ids)$"
 # As in `gpu.forward.weights`: a base model reads neither BERT's pooler nor heads of pre-training.
 _HEADS = (
-    r"(^|\.)pooler\.|^(cls\.|lm_head\.|head\.|decoder\.|classifier\.|score\.|qa_outputs\.|generator_|"
+    r"(^|\.)pooler\.|^(cls\.|lm_head\.|embed_out\.|head\.|decoder\.|classifier\.|score\.|qa_outputs\.|generator_|"
     r"discriminator_|vocab_(transform|layer_norm|projector)\.)"
 )
 _CHUNK_BYTES = 1 << 20
@@ -76,7 +76,11 @@ def fingerprint_of(
     unread = _BUFFERS if reads_head else f"{_BUFFERS}|{_HEADS}"
     parts: dict[str, Any] = {
         "weights": _weights(transformer, unread),
-        "dense": [[spec.bias, spec.activation, _weights(spec.folder, _BUFFERS)] for spec in dense],
+        "dense": [
+            [spec.bias, spec.activation, _weights(spec.folder, _BUFFERS)]
+            + ([True] if spec.residual else [])
+            for spec in dense
+        ],
         "config": config,
         "calls": repr(meaning.get("calls")),
     }

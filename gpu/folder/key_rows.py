@@ -18,7 +18,7 @@ _MODULE_NAMES = (None, "sentence_embedding", "token_embeddings")
 
 ROPE = """rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast
     beta_slow short_factor long_factor low_freq_factor high_freq_factor mrope_section mscale
-    mscale_all_dim truncate partial_rotary_factor"""
+    mscale_all_dim truncate partial_rotary_factor llama_4_scaling_beta"""
 
 # Keys that transformers' classes read for training, generation or loading, and no forward of ours does.
 NO_EFFECT = (

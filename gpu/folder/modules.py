@@ -19,15 +19,17 @@ from gpu.faults import ModelLoadError
 from gpu.folder.keys import KeyReader
 
 POOLINGS: dict[str, Pooling] = {
-    "cls": "cls", "mean": "mean", "lasttoken": "last_token", "last_token": "last_token",
+    "cls": "cls", "mean": "mean", "lasttoken": "last_token", "last_token": "last_token", "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len", "weightedmean": "weightedmean",
 }  # fmt: skip
+# In the library's order, in which the vectors of several stand.
 _LEGACY_POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 
 
@@ -41,13 +43,15 @@ _MODULE_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """One Dense module: its folder and what it computes, ``activation(x @ W.T + b)``."""
+    """One Dense module: its folder and what it computes, ``activation(x @ W.T + b)``; with `residual`,
+    plus ``x`` (or ``x @ R.T`` where the sizes differ)."""
 
     folder: Path
     in_features: int
     out_features: int
     bias: bool
     activation: str  # class name in torch.nn
+    residual: bool = False
 
 
 def read_json(path: Path, *, required: bool = False) -> Any:
@@ -183,7 +187,6 @@ def _dense(folder: Path, path: Path, works_on: str | None = "sentence_embedding"
         for name, usual in (
             ("module_input_name", usual_names),
             ("module_output_name", usual_names),
-            ("use_residual", (False,)),
         )
         if config.get(name) not in (None, *usual)
     ]
@@ -205,19 +208,21 @@ def _dense(folder: Path, path: Path, works_on: str | None = "sentence_embedding"
         **sizes,
         bias=bool(config.get("bias", True)),
         activation=activation.rsplit(".", 1)[-1],
+        residual=bool(config.get("use_residual", False)),
     )
 
 
-def pooling_name(folder: Path, config: Mapping[str, Any]) -> Pooling:
+def pooling_names(folder: Path, config: Mapping[str, Any]) -> tuple[Pooling, ...]:
+    """What a Pooling module computes; the vectors of several modes stand one behind the other."""
     modes: Any = config.get("pooling_mode")
     if modes is None:
         modes = [name for key, name in _LEGACY_POOLING_KEYS.items() if config.get(key)]
         modes = modes or ["mean"]  # sentence-transformers' own reading of a config without any
     if isinstance(modes, str):
         modes = [modes]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
+    if not modes or any(mode not in POOLINGS for mode in modes):
         raise ModelLoadError(
-            f"{folder}: pooling {'+'.join(map(str, modes))} is not supported; supported are cls, "
-            "mean, last_token"
+            f"{folder}: pooling {'+'.join(map(str, modes))} is not supported; supported are "
+            + ", ".join(dict.fromkeys(POOLINGS.values()))
         )
-    return POOLINGS[modes[0]]
+    return tuple(POOLINGS[mode] for mode in modes)

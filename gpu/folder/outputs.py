@@ -119,7 +119,10 @@ class TokenVectorSpec:
 
     def meaning(self) -> Any:
         """What gives the weights their meaning, as plain values, for the fingerprint."""
-        activations = [dense.activation for dense in self.dense]
+        activations = [
+            [dense.activation, "residual"] if dense.residual else dense.activation
+            for dense in self.dense
+        ]
         found = [activations, self.skip_first, list(self.skip_ids), self.prefix_ids]
         queries = (self.expansion, self.query_length)
         return found if queries == (None, None) else [*found, repr(queries)]

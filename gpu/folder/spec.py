@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.batch import Pooling
-from gpu.folder.families import Family
+from gpu.folder.families import LAST_TOKEN_HEADS, Family
 from gpu.folder.modules import DenseSpec
 from gpu.folder.outputs import OUTPUTS, SparseSpec, SpladeSpec, TokenVectorSpec
 from gpu.folder.prompts import LabelHead, PairPrompt
@@ -49,7 +48,8 @@ class ModelSpec:
     head: the model has a `*ForSequenceClassification` head.
     score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
     allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
-    dimensions, pooling: of the dense vector; None: the model has none. sparse, multivector: the other
+    dimensions, pooling: of the dense vector; None: the model has none. pooling: `Pooling` names with "+"
+    between them. sparse, multivector: the other
     outputs, computed from the same forward. calls: how texts become ids. honoured: keys of the folder's
     files that were obeyed, for `embedstream check`.
     """
@@ -66,7 +66,7 @@ class ModelSpec:
     position_offset: int
     fingerprint: str
     dimensions: int | None = None
-    pooling: Pooling | None = None
+    pooling: str | None = None
     include_prompt: bool = True
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
@@ -99,7 +99,7 @@ class ModelSpec:
     @property
     def skipped_pad(self) -> int | None:
         """See `gpu.pooler.segments_of`."""
-        last = self.head and self.family.head == "score_on_last"
+        last = self.head and self.family.head in LAST_TOKEN_HEADS
         return self.config.get("pad_token_id") if last else None
 
     @property

@@ -28,7 +28,7 @@ _HARMLESS_UNEXPECTED = re.compile(r"(^|\.)(position_ids|rotary_emb\.inv_freq|tok
 _POOLER = re.compile(r"(^|\.)pooler\.")
 # Heads of pre-training that a base model does not have.
 _PRETRAINING_HEAD = re.compile(
-    r"^(cls\.|lm_head\.|head\.|decoder\.|classifier\.|score\.|vocab_(transform|layer_norm|projector)\.|"
+    r"^(cls\.|lm_head\.|embed_out\.|head\.|decoder\.|classifier\.|score\.|vocab_(transform|layer_norm|projector)\.|"
     r"generator_|discriminator_|qa_outputs\.)"
 )
 _NEXT_SENTENCE = re.compile(r"^cls\.seq_relationship\.")
@@ -125,5 +125,7 @@ def _check_keys(spec: ModelSpec, report: dict[str, Any]) -> tuple[str, ...]:
     if complaints:
         raise ModelLoadError(f"{spec.transformer}: the weights do not fit; {'; '.join(complaints)}")
     if spec.label_head is not None:
-        dropped = [k for k in dropped if not k.startswith("lm_head.")]  # read row by row instead
+        dropped = [
+            k for k in dropped if not k.startswith(("lm_head.", "embed_out."))
+        ]  # read row by row instead
     return (f"{len(dropped)} tensors of a pre-training head were left out",) if dropped else ()

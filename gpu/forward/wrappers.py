@@ -220,9 +220,30 @@ def _deberta_attention(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _moe(base: Any) -> None:
+    """Mixtures of experts: how many rows reach an expert together changes their last digits, so inside a
+    pack the block runs item by item."""
+    for module in base.modules():
+        if hasattr(module, "experts") and hasattr(module, "gate"):
+            module.forward = _item_by_item(module.forward)
+
+
+def _item_by_item(original: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        context = current_context()
+        if context is None:
+            return original(hidden_states)
+        parts = torch.split(hidden_states, list(context.layout.lengths), dim=1)
+        # Clones: an item's place in the pack decides the alignment of its view, and that the kernel.
+        return torch.cat([original(part.clone()) for part in parts if part.shape[1]], dim=1)
+
+    return forward
+
+
 _WRAPPERS: dict[str, Callable[[Any], None]] = {
     "t5": _t5,
     "mpnet": _mpnet,
     "rembert": _rembert,
     "deberta": _deberta,
+    "moe": _moe,
 }

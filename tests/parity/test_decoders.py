@@ -313,12 +313,14 @@ def test_large_logits_stay_probabilities(tmp_path: Path) -> None:
     assert np.abs(got.sum(1) - 1).max() <= 1e-6 and (got.argmax(1) == raw.argmax(1)).all()
 
 
-def test_label_tokens_classify(tmp_path: Path) -> None:
-    """A causal language model as a classifier over vocabulary tokens, by their names."""
+@pytest.mark.parametrize("family", ["llama", "phi", "granite", "gpt_neox"])
+def test_label_tokens_classify(tmp_path: Path, family: str) -> None:
+    """A causal language model as a classifier over vocabulary tokens, by their names; Phi's head has a
+    bias, Granite divides its logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = write_causal(tmp_path / "m", "llama", tie=False)
+    folder = write_causal(tmp_path / "m", family, tie=False)
     runner = make_runner_factory("m", folder, label_tokens=("yes", "no", "x"))()
     assert runner.info.labels == ("yes", "no", "x") and runner.info.tasks == {"classify"}
     model = AutoModelForCausalLM.from_pretrained(str(folder)).eval()

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
+from gpu.folder.families import FAMILIES
 from gpu.load import make_runner_factory
 from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
+from tests.support.models_more import MORE_NAMES
 
 TEXTS = [
     "hello world", "kafka", "the capital of china is beijing, a large river in blue",
@@ -59,6 +61,51 @@ def test_every_family_equals_sentence_transformers(
     close(vectors(runner, texts), reference(folder).encode(texts))
 
 
+@pytest.mark.parametrize("family", MORE_NAMES)
+def test_further_families_run_packed_and_equal_their_library(tmp_path: Path, family: str) -> None:
+    """A01, A02, A06, A10: vectors and logits, alone and in any pack the same bytes; one test a family."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    pooling = "mean" if FAMILIES[family].default_pooling != "last_token" else "lasttoken"
+    folder = write_model(tmp_path / "m", family, pooling=pooling, max_seq_length=120)
+    runner = make_runner_factory("m", folder)()
+    assert runner.info.packed, runner.info.notes
+    texts = fitting(TEXTS, runner.encoder)
+    close(vectors(runner, texts), reference(folder).encode(texts))
+    items = list(
+        runner.encoder.encode([EmbedRequest(id="r", input=tuple(map(Text, texts)))])[0].items
+    )
+    same_bytes(runner, items)
+    if FAMILIES[family].head is None:
+        return
+    folder = write_model(tmp_path / "c", family, labels=2)
+    runner = make_runner_factory("m", folder)()
+    request = ClassifyRequest(id="r", input=tuple(map(Text, texts)), raw_scores=True)
+    items = list(runner.encoder.encode([request])[0].items)
+    same_bytes(runner, items)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for item in items:
+        with torch.no_grad():
+            ids = torch.from_numpy(item.input_ids.astype(np.int64))[None]
+            want = model(input_ids=ids).logits[0].numpy()
+        (got,) = runner.forward(pack([item]))
+        assert np.abs(got.scores - want).max() <= 1e-5
+
+
+def same_bytes(runner: Any, items: list[Any]) -> None:
+    """Of vectors or scores, alone, in a pack and in the pack in reverse."""
+
+    def values(part: list[Any]) -> list[bytes]:
+        batch = pack(part)
+        found = scatter(batch, runner.forward(batch))
+        return [(o.scores if o.dense is None else o.dense).tobytes() for o in found]
+
+    alone = [values([item])[0] for item in items]
+    assert values(items) == alone
+    assert values(items[::-1]) == alone[::-1]
+
+
 def test_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> None:
     """A10, A13: Dense before Normalize; prompts by name; a prompt outside the mean."""
     for include in (True, False):
@@ -69,6 +116,51 @@ def test_dense_and_prompts_equal_sentence_transformers(tmp_path: Path) -> None:
         runner, st = make_runner_factory("m", folder)(), reference(folder)
         close(vectors(runner, TEXTS), st.encode(TEXTS))
         close(vectors(runner, TEXTS, prompt_name="query"), st.encode(TEXTS, prompt_name="query"))
+
+
+POOLINGS: dict[str, dict[str, Any]] = {
+    "max": {"pooling_mode": "max"},
+    "weightedmean": {"pooling_mode": "weightedmean"},
+    "mean_sqrt_len": {"pooling_mode": "mean_sqrt_len_tokens"},
+    "cls+max+lasttoken": {
+        "pooling_mode_max_tokens": True, "pooling_mode_cls_token": True,
+        "pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_every_pooling_equals_sentence_transformers(tmp_path: Path, name: str) -> None:
+    """A10, A13, A06: with a prompt left out of it, and the same bytes in any pack."""
+    folder = write_model(
+        tmp_path / "m", "bert", prompts={"query": "query: "}, include_prompt=False, normalize=False
+    )
+    edit_json(folder / "1_Pooling" / "config.json", **POOLINGS[name])
+    runner, st = make_runner_factory("m", folder)(), reference(folder)
+    assert runner.info.pooling == name.replace("lasttoken", "last_token")
+    for prompt in (None, "query"):
+        close(vectors(runner, TEXTS, prompt_name=prompt), st.encode(TEXTS, prompt_name=prompt))
+        request = EmbedRequest(id="r", input=tuple(map(Text, TEXTS)), prompt_name=prompt)
+        same_bytes(runner, list(runner.encoder.encode([request])[0].items))
+
+
+@pytest.mark.parametrize("size", [32, 12])
+def test_dense_with_a_residual_equals_sentence_transformers(tmp_path: Path, size: int) -> None:
+    """A10: added as it is, or through a linear of its own where the sizes differ."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = write_model(tmp_path / "m", "bert", dense=size)
+    edit_json(
+        folder / "2_Dense" / "config.json",
+        use_residual=True, activation_function="torch.nn.modules.activation.GELU",
+    )  # fmt: skip
+    weights = folder / "2_Dense" / "model.safetensors"
+    if size != 32:
+        torch.manual_seed(3)
+        save_file(load_file(weights) | {"residual.weight": torch.randn(size, 32)}, weights)
+    runner = make_runner_factory("m", folder)()
+    close(vectors(runner, TEXTS), reference(folder).encode(TEXTS))
 
 
 def test_matryoshka_equals_truncate_dim(tmp_path: Path) -> None:

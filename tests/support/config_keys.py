@@ -59,7 +59,8 @@ def read_keys() -> tuple[set[str], dict[str, set[str]]]:
 
 def _of(config_class: type) -> set[str]:
     fields = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
-    names = fields | set(getattr(config_class, "attribute_map", {}))
+    renamed = getattr(config_class, "attribute_map", {})
+    names = fields | set(renamed) | set(renamed.values())
     folder = Path(str(sys.modules[config_class.__module__].__file__)).parent
     for path in sorted(folder.glob("*.py")):
         if path.name.startswith(("modeling_", "configuration_")):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models_encoders import ENCODERS
+from tests.support.models_more import MORE
 
 HIDDEN, LAYERS, HEADS, INTERMEDIATE = 32, 2, 4, 64
 WORDS = [
@@ -251,7 +252,7 @@ def write_model(
     if family in ENCODERS:
         config_class, tokenizer_kind, fields, model_class = ENCODERS[family]
     else:
-        config_class, tokenizer_kind, fields = _FAMILIES[family]
+        config_class, tokenizer_kind, fields = (_FAMILIES | MORE)[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, names = {
         "wordpiece": _wordpiece,

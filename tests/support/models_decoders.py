@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import _DECODER, _FAMILIES, _dump, edit_json, write_tokenizer
+from tests.support.models_more import MORE
 
 END = "<|endoftext|>"
 QWEN_SPLIT = (
@@ -79,12 +80,12 @@ def write_causal(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config_class, _, fields = _FAMILIES[family]
+    config_class, _, fields = (_FAMILIES | MORE)[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, names = chat_tokenizer(end=end, bos=bos)
     write_tokenizer(folder, tokenizer, names)
     merged: dict[str, Any] = {
-        **_DECODER,
+        **(_DECODER if family in _FAMILIES else {}),
         **fields,
         "max_position_embeddings": 512,
         "vocab_size": tokenizer.get_vocab_size(),
@@ -103,7 +104,10 @@ def write_causal(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        auto.from_config(config).eval().save_pretrained(folder)
+        model = auto.from_config(config).eval()
+        if getattr(getattr(model, "lm_head", None), "bias", None) is not None:
+            torch.nn.init.normal_(model.lm_head.bias)
+        model.save_pretrained(folder)
     return folder
 
 

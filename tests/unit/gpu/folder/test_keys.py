@@ -18,6 +18,7 @@ from gpu.folder.read import load_spec
 from tests.support import config_keys
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_encoders import ENCODERS
+from tests.support.models_more import MORE_NAMES
 
 COMMON: dict[str, Any] = {
     "_name_or_path": "x", "architectures": ["X"], "transformers_version": "4.40.0", "torch_dtype": "float32",
@@ -138,7 +139,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, *ENCODERS])
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, *ENCODERS, *MORE_NAMES])
 def test_every_family_refuses_one_foreign_key_and_only_then(folders: Path, family: str) -> None:
     """Each row of the table of families: read as it is, refused with a key that nobody knows, and read
     again when the operator vouches for it."""
@@ -152,7 +153,10 @@ def test_every_family_refuses_one_foreign_key_and_only_then(folders: Path, famil
 
 
 def test_every_family_of_the_table_is_tried_above() -> None:
-    tried = {*FAMILY_NAMES, *ENCODERS} | {"internlm2", "nvembed"}  # the last two bring code
+    tried = {*FAMILY_NAMES, *ENCODERS, *MORE_NAMES} | {
+        "internlm2",
+        "nvembed",
+    }  # the last two bring code
     assert set(FAMILIES) <= tried
 
 
