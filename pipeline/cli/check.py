@@ -1,24 +1,26 @@
 """`check` and `config`: what `serve` would do, before it does it.
 
 Who calls it: `pipeline.cli.commands`.
-What must stay true: nothing is created and no group joined; every problem is reported, not only the
-first; secrets are masked.
+What must stay true: nothing is created and no group joined; every problem of a kind is reported, not
+only the first; brokers come before models, and are given up after `REACH_S`; what is wrong is said as
+soon as it is known, the plan after it; secrets are masked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pipeline.cli.console import (
     configure_one_off_logging,
+    console,
     load_settings,
-    note_error,
     out_console,
     run_async,
     working,
@@ -29,77 +31,137 @@ from schemas.requests import TASKS
 
 if TYPE_CHECKING:
     from gpu.batch import ModelInfo
-    from pipeline.settings.load import Settings
+    from pipeline.settings.load import RouteSettings, Settings
 
-REACH_TIMEOUT_S = 8.0
+REACH_S = 5.0
+"""For all brokers together: a person waits for the answer."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was found: problems stop `serve`, notices do not."""
+    """What was found: problems stop `serve`, notes do not. `tell` hears of each at once."""
 
+    tell: Callable[[str, str], None]
     problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     reached: dict[str, bool] = field(default_factory=dict)
     models: dict[str, ModelInfo] = field(default_factory=dict)
+    loads_models: bool = True
+    """False once a broker has a problem: models take a while and change nothing about it."""
+
+    def problem(self, text: str) -> None:
+        """`serve` would fail."""
+        self.problems.append(redact(text))
+        self.tell("problem", self.problems[-1])
+
+    def note(self, text: str) -> None:
+        """Works, and should be looked at."""
+        self.notes.append(redact(text))
+        self.tell("note", self.notes[-1])
 
 
-def check(config: Path | None, pairs: Sequence[str], *, verify: bool = False) -> int:
-    """Print the plan; 0 when `serve` would start, else 1.
+def check(
+    config: Path | None,
+    pairs: Sequence[str],
+    *,
+    verify: bool = False,
+    verbose: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Say what is wrong, then print the plan; 0 when `serve` would start, else 1.
 
-    verify: ask each model's own library for a second opinion; one that differs is a problem.
+    Args:
+        verify: ask each model's own library for a second opinion; one that differs is a problem.
+        verbose: defaults and honoured keys of model folders, too.
+        as_json: one JSON object on stdout and nothing else.
     """
-    configure_one_off_logging()
+    configure_one_off_logging("error")  # what would be logged is said as a note or a problem
+    findings = Findings((lambda kind, text: None) if as_json else _tell)
+    settings = None
     try:
         settings = load_settings(config, pairs)
     except OperatorError as error:
-        note_error(str(error))
-        return ExitStatus.ERROR
-    findings = run_async(_find(settings, verify))
-    _print_plan(settings, findings)
-    for notice in findings.notices:
-        note_error(f"note: {notice}")
-    for problem in findings.problems:
-        note_error(problem)
+        for line in str(error).splitlines():
+            findings.problem(line)
+    else:
+        run_async(_find(settings, findings, verify))
+    if as_json:
+        _print_json(settings, findings)
+    elif settings is not None:
+        _print_plan(settings, findings, verbose)
     return ExitStatus.ERROR if findings.problems else ExitStatus.OK
 
 
-async def _find(settings: Settings, verify: bool) -> Findings:
-    findings = Findings()
+def _tell(kind: str, text: str) -> None:
+    """One line on stderr, coloured at a terminal, never wrapped: people copy from it."""
+    from rich.text import Text
+
+    sys.stdout.flush()
+    style = {"problem": "bold red", "note": "yellow"}[kind]
+    console().print(Text.assemble((kind, style), f": {text}"), soft_wrap=True)
+
+
+async def _find(settings: Settings, findings: Findings, verify: bool) -> None:
     if not settings.routes:
-        findings.problems.append(
+        findings.problem(
             "there is no route: add [[routes]] to the settings file, or pass --source to serve"
         )
     with working("reaching brokers"):
         await _reach_all(settings, findings)
+    if not all(findings.reached.values()):
+        findings.loads_models = False
+        findings.note("no model was loaded: brokers come first")
+        return
     for name in settings.models:
         with working(f"loading model {name}"):
             await _load(settings, name, findings, verify)
-    return findings
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:
+    """Every route at the same time."""
+    for route in settings.routes:
+        _import_for(route)  # client libraries take a while, which no broker is to blame for
+    async with asyncio.TaskGroup() as group:
+        for route in settings.routes:
+            group.create_task(_reach(route, findings))
+
+
+def _import_for(route: RouteSettings) -> None:
+    from pipeline.indexing.sinks.registry import is_collection
+    from pipeline.transports.registry import REPLY, reaching
+
+    reaching(route.source)
+    if route.destination != REPLY and not is_collection(route.destination):
+        reaching(route.destination)
+
+
+async def _reach(route: RouteSettings, findings: Findings) -> None:
     from pipeline.indexing.sinks.registry import is_collection, reach_collection
     from pipeline.transports.registry import REPLY, reach, reach_destination
 
-    for route in settings.routes:
+    findings.reached[route.name] = False
+    ends = [(reach, route.source)]
+    if is_collection(route.destination):
+        ends.append((reach_collection, route.destination))
+    elif route.destination != REPLY:
+        ends.append((reach_destination, route.destination))
+    found: list[str] = []
+    for reach_end, url in ends:
         try:
-            async with asyncio.timeout(REACH_TIMEOUT_S):
-                notices = await reach(route.source)
-                if is_collection(route.destination):
-                    notices += await reach_collection(route.destination)
-                elif route.destination != REPLY:
-                    notices += await reach_destination(route.destination)
+            async with asyncio.timeout(REACH_S / len(ends)):
+                found += await reach_end(url)
         except TimeoutError:
-            findings.problems.append(
-                f"route {route.name}: {redact(route.source)} did not answer within "
-                f"{REACH_TIMEOUT_S:g} s: check that the broker runs, and the address"
+            findings.problem(
+                f"route {route.name}: {redact(url)} did not answer within "
+                f"{REACH_S / len(ends):g} s: check that it runs, and the address"
             )
+            return
         except (ConnectionError, ValueError) as error:
-            findings.problems.append(f"route {route.name}: {error}")
-        else:
-            findings.reached[route.name] = True
-            findings.notices.extend(f"route {route.name}: {notice}" for notice in notices)
+            findings.problem(f"route {route.name}: {error}")
+            return
+    findings.reached[route.name] = True
+    for note in found:
+        findings.note(f"route {route.name}: {note}")
 
 
 async def _load(settings: Settings, name: str, findings: Findings, verify: bool) -> None:
@@ -110,54 +172,97 @@ async def _load(settings: Settings, name: str, findings: Findings, verify: bool)
     try:
         loaded = await load_models(alone)
     except OperatorError as error:
-        findings.problems.append(str(error))
+        findings.problem(str(error))
         return
     findings.models[name] = loaded.infos[name]
     if verify:
         from gpu.verify import second_opinion
 
         opinion = await asyncio.to_thread(second_opinion, loaded.runners[name])
-        findings.notices.append(f"model {name}: {opinion.told()}")
+        findings.note(f"model {name}: {opinion.told()}")
         if opinion.worst is not None and not opinion.agrees:
-            findings.problems.append(
+            findings.problem(
                 f"model {name}: its vectors are not its library's; do not serve it, and report the folder"
             )
     loaded.close()
 
 
-def _print_plan(settings: Settings, findings: Findings) -> None:
-    from rich.table import Table
+def _plain(info: ModelInfo) -> dict[str, Any]:
+    """Sets in one order, so that two runs print the same."""
+    return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(info).items()}
+
+
+def _print_plan(settings: Settings, findings: Findings, verbose: bool) -> None:
+    """What would run; settings that somebody chose, or all of them."""
+    from rich.padding import Padding
     from rich.text import Text
 
     from pipeline.transports.registry import REPLY
 
     out = out_console()
-    if settings.models:
-        table = Table("model", "plan", box=None, pad_edge=False, title_justify="left")
-        for name in settings.models:
-            info = findings.models.get(name)
-            table.add_row(Text(name), Text(_model_plan(info) if info else "does not load"))
-        out.print(table)
-    if settings.routes:
-        out.print()
-        table = Table("route", "source", "lane", "models", "to", box=None, pad_edge=False)
-        for route in settings.routes:
-            state = "" if findings.reached.get(route.name) else "  (not reached)"
-            table.add_row(
-                Text(route.name),
-                Text(redact(route.source) + state, overflow="fold"),
-                route.lane,
-                Text(_models_of(settings, findings, route.name)),
-                "reply_to of the request"
-                if route.destination == REPLY
-                else redact(route.destination),
-            )
-        out.print(table)
-    out.print()
-    _print_settings(settings)
+
+    def below(text: str) -> None:
+        out.print(Padding(Text(text, overflow="fold"), (0, 0, 0, 2), expand=False))
+
+    for name in settings.models:
+        info = findings.models.get(name)
+        out.print(Text.assemble("model ", (name, "bold")))
+        if info is not None:
+            below(_model_plan(info, verbose))
+        else:
+            below("does not load" if findings.loads_models else "not loaded")
+    for route in settings.routes:
+        out.print(Text.assemble("route ", (route.name, "bold"), f" ({route.lane})"))
+        state = "" if findings.reached.get(route.name) else "  (not reached)"
+        below(f"from {redact(route.source)}{state}")
+        to = "reply_to of the request" if route.destination == REPLY else redact(route.destination)
+        below(f"to {to}")
+        for model, tasks in _models_of(settings, findings, route).items():
+            below(f"{', '.join(tasks)}: {model}")
+    out.print("settings" if verbose else "settings that differ from the defaults (all: -v)")
+    _print_settings(settings, verbose=verbose, indent="  ")
+    n = len(findings.problems)
+    verdict = ("serve would start", "bold green") if not n else (_n_problems(n), "bold red")
+    out.print(Text(*verdict))
 
 
-def _model_plan(info: ModelInfo) -> str:
+def _n_problems(n: int) -> str:
+    return f"serve would not start: {n} problem{'s' if n > 1 else ''}, see above"
+
+
+def _print_json(settings: Settings | None, findings: Findings) -> None:
+    """Findings, plan and every setting as one object; its fields are listed in docs/operations.md."""
+    report: dict[str, Any] = {
+        "ok": not findings.problems,
+        "problems": findings.problems,
+        "notes": findings.notes,
+    }
+    if settings is not None:
+        from pipeline.settings.load import explain
+
+        report["models"] = {
+            name: _plain(findings.models[name]) if name in findings.models else None
+            for name in settings.models
+        }
+        report["routes"] = [
+            {
+                "name": route.name,
+                "lane": route.lane,
+                "source": redact(route.source),
+                "destination": redact(route.destination),
+                "reached": findings.reached.get(route.name, False),
+                "models": _models_of(settings, findings, route),
+            }
+            for route in settings.routes
+        ]
+        report["settings"] = {
+            row.name: {"value": row.value, "origin": str(row.origin)} for row in explain(settings)
+        }
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    sys.stdout.write(text.decode() + "\n")
+
+
+def _model_plan(info: ModelInfo, verbose: bool) -> str:
     lines = [
         f"{info.architecture}, {', '.join(sorted(info.tasks))}; {info.dtype} on {info.device}; "
         f"fingerprint {info.fingerprint}",
@@ -176,7 +281,8 @@ def _model_plan(info: ModelInfo) -> str:
         lines.append(f"an item may be: {', '.join(info.modalities)}")
     if info.allowed_dimensions is not None:
         lines.append(f"dimensions on request {_sizes(info.allowed_dimensions)}")
-    lines += [f"honoured {line}" for line in _by_file(info.honoured)]
+    if verbose:
+        lines += [f"honoured {line}" for line in _by_file(info.honoured)]
     return "\n".join(lines + [f"note: {note}" for note in info.notes])
 
 
@@ -194,9 +300,10 @@ def _sizes(allowed: tuple[int, ...]) -> str:
     return f"{allowed[0]} to {allowed[-1]}" if whole else ", ".join(map(str, allowed))
 
 
-def _models_of(settings: Settings, findings: Findings, route_name: str) -> str:
-    """Task -> model as the service would choose: route, default_for, else the first that can."""
-    route = next(r for r in settings.routes if r.name == route_name)
+def _models_of(
+    settings: Settings, findings: Findings, route: RouteSettings
+) -> dict[str, list[str]]:
+    """Model -> tasks, as the service would choose: route, default_for, else the first that can."""
     chosen: dict[str, list[str]] = {}
     for task in TASKS:
         name = settings.model_for(route, task)
@@ -205,20 +312,21 @@ def _models_of(settings: Settings, findings: Findings, route_name: str) -> str:
             name = able[0] if able else None
         if name is not None:
             chosen.setdefault(name, []).append(task)
-    return "\n".join(f"{', '.join(tasks)}: {name}" for name, tasks in chosen.items()) or "none"
+    return chosen
 
 
 def print_config(config: Path | None, pairs: Sequence[str]) -> int:
     """Every effective setting; 0, or 2 when they are refused."""
-    _print_settings(load_settings(config, pairs))
+    _print_settings(load_settings(config, pairs), verbose=True)
     return ExitStatus.OK
 
 
-def _print_settings(settings: Settings) -> None:
+def _print_settings(settings: Settings, *, verbose: bool, indent: str = "") -> None:
     from pipeline.settings.load import explain
+    from pipeline.settings.records import DEFAULT_ORIGIN
 
-    rows = explain(settings)
-    left = [f"{row.name} = {row.value}" for row in rows]
+    rows = [row for row in explain(settings) if verbose or row.origin != DEFAULT_ORIGIN]
+    left = [f"{indent}{row.name} = {row.value}" for row in rows]
     width = min(max(map(len, left), default=0), 60)
     out = out_console()
     for text, row in zip(left, rows, strict=True):

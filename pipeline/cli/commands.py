@@ -12,23 +12,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
-from pipeline.cli import collections
-from pipeline.cli.console import State, note_error, print_traceback, report_failure, usage_error
+from pipeline.cli import collections, questions
+from pipeline.cli.console import State, note_error, print_traceback, report_failure
 from pipeline.cli.options import (
     ConfigOption,
-    ModelOption,
-    OutOption,
-    OutputOption,
+    JsonOption,
     SetOption,
-    TimeoutOption,
-    TruncateOption,
+    VerboseOption,
     VerifyOption,
-    ViaOption,
-    boolean,
 )
 from pipeline.lifecycle import ExitStatus, OperatorError
 
@@ -46,8 +41,6 @@ models_app = typer.Typer(
     no_args_is_help=True, help="The packaged demo models: list, fetch.", rich_markup_mode=None
 )
 app.add_typer(models_app, name="models")
-app.command()(collections.index)
-app.command()(collections.search)
 
 
 def _version(value: bool) -> None:
@@ -180,137 +173,15 @@ def demo(
     return run(documents, in_process, no_prompt)
 
 
-@app.command()
-def embed(
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help='Texts, or "-" for stdin.')],
-    model: ModelOption = None,
-    via: ViaOption = None,
-    output: OutputOption = "table",
-    out: OutOption = None,
-    dimensions: Annotated[
-        int | None, typer.Option("--dimensions", "-d", help="Cut vectors to this size.")
-    ] = None,
-    normalize: Annotated[
-        str | None,
-        typer.Option("--normalize", metavar="true|false", help="Default: as the model says."),
-    ] = None,
-    prompt_name: Annotated[
-        str | None, typer.Option("--prompt-name", help="One of the model's prompts.")
-    ] = None,
-    truncate: TruncateOption = "error",
-    timeout: TimeoutOption = 60.0,
-    config: ConfigOption = None,
-    set_: SetOption = None,
-) -> int:
-    """Vectors of texts.
-
-    Runs in this process, or asks a running service with --via. With "-" every line of stdin is a
-    JSON object: a wire request, or {"id": "...", "input": "a text"}.
-
-    \b
-    embedstream embed "first text" "second text"
-    embedstream embed - --output jsonl < requests.jsonl > replies.jsonl
-    embedstream embed - --output npz --out vectors.npz --via redis://localhost:6379 < requests.jsonl
-    """
-    options = _given(
-        dimensions=dimensions,
-        normalize=None if normalize is None else boolean("--normalize", normalize),
-        prompt_name=prompt_name,
-        truncate=truncate,
-    )
-    return _ask("embed", texts, options, model, via, output, out, timeout, config, set_)
-
-
-@app.command()
-def rerank(
-    query_and_documents: Annotated[
-        list[str],
-        typer.Argument(metavar="QUERY DOCUMENT", help='Query, then documents; or "-" for stdin.'),
-    ],
-    model: ModelOption = None,
-    via: ViaOption = None,
-    output: OutputOption = "table",
-    out: OutOption = None,
-    top_n: Annotated[int | None, typer.Option("--top-n", help="Only the best N.")] = None,
-    raw_scores: Annotated[
-        bool, typer.Option("--raw-scores", help="The model's own scores, before any sigmoid.")
-    ] = False,
-    truncate: TruncateOption = "error",
-    timeout: TimeoutOption = 60.0,
-    config: ConfigOption = None,
-    set_: SetOption = None,
-) -> int:
-    """Documents by how well they answer a query, best first.
-
-    With "-" every line of stdin is {"id": "...", "query": "...", "documents": ["...", "..."]}.
-
-    \b
-    embedstream rerank "what is a deadlock?" "a dead key" "a deadlock: two processes wait for each other"
-    """
-    options = _given(top_n=top_n, raw_scores=raw_scores, truncate=truncate)
-    return _ask(
-        "rerank", query_and_documents, options, model, via, output, out, timeout, config, set_
-    )
-
-
-@app.command()
-def classify(
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help='Texts, or "-" for stdin.')],
-    model: ModelOption = None,
-    via: ViaOption = None,
-    output: OutputOption = "table",
-    out: OutOption = None,
-    raw_scores: Annotated[bool, typer.Option("--raw-scores", help="Logits.")] = False,
-    truncate: TruncateOption = "error",
-    timeout: TimeoutOption = 60.0,
-    config: ConfigOption = None,
-    set_: SetOption = None,
-) -> int:
-    """Scores of texts by label. Needs a classification model: --model, or a service with one.
-
-    \b
-    embedstream classify --model ./my-classifier "a text"
-    """
-    options = _given(raw_scores=raw_scores, truncate=truncate)
-    return _ask("classify", texts, options, model, via, output, out, timeout, config, set_)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Wire fields that were asked for; what is at the wire's own default is left out."""
-    unset = {"truncate": "error", "raw_scores": False}
-    return {k: v for k, v in options.items() if v is not None and v != unset.get(k)}
-
-
-def _ask(
-    task: Literal["embed", "rerank", "classify"],
-    texts: list[str],
-    options: dict[str, Any],
-    model: str | None,
-    via: str | None,
-    output: Literal["table", "jsonl", "npz"],
-    out: Path | None,
-    timeout: float,
-    config: Path | None,
-    set_: list[str] | None,
-) -> int:
-    if not 0.001 <= timeout <= 86_400:
-        raise usage_error(f"--timeout {timeout:g} is out of range: give 0.001 to 86400 seconds")
-    from pipeline.cli.ask import AskCommand, run
-
-    return run(
-        AskCommand(
-            task=task,
-            texts=texts,
-            options=options,
-            model=model,
-            via=via,
-            output=output,
-            out=out,
-            timeout_s=timeout,
-            config=config,
-            overrides=set_ or [],
-        )
-    )
+# In the order of `--help`: to try, to ask, to run.
+for _command in (
+    questions.embed,
+    questions.rerank,
+    questions.classify,
+    collections.index,
+    collections.search,
+):
+    app.command()(_command)
 
 
 @app.command()
@@ -318,16 +189,18 @@ def check(
     config: ConfigOption = None,
     set_: SetOption = None,
     verify: VerifyOption = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Would `serve` start? Says what to fix.
 
-    Checks the settings, reaches every broker, loads every model and prints the effective plan.
+    Checks the settings, tries every broker, loads every model; problems first, then the plan.
 
     Joins no consumer group and creates nothing. Exit status 0 when `serve` would start, else 1.
     """
     from pipeline.cli.check import check as run
 
-    return run(config, set_ or [], verify=verify)
+    return run(config, set_ or [], verify=verify, verbose=verbose, as_json=as_json)
 
 
 @app.command("config")

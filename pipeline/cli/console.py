@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.cli import interrupts
 from pipeline.lifecycle import ExitStatus, OperatorError
@@ -113,15 +113,15 @@ def load_settings(
     return load(overrides, os.environ, config, default_models=default_models)
 
 
-def configure_one_off_logging() -> None:
-    """One-off commands are quiet: warnings only, unless --debug."""
+def configure_one_off_logging(level: Literal["warning", "error"] = "warning") -> None:
+    """One-off commands are quiet: what is at `level` and above, unless --debug."""
     import logging
 
     from pipeline.observe.logs import configure_logging
 
     # What a library logs about a failure, our one line says with the remedy.
     foreign = logging.WARNING if State.debug else logging.CRITICAL
-    configure_logging("debug" if State.debug else "warning", "console", foreign_level=foreign)
+    configure_logging("debug" if State.debug else level, "console", foreign_level=foreign)
 
 
 class _Threads(ThreadPoolExecutor):

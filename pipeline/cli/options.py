@@ -63,6 +63,13 @@ VerifyOption = Annotated[
         help="Embed a few texts with each model's own library too, and print the worst difference.",
     ),
 ]
+VerboseOption = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Defaults and honoured keys of model folders, too."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="One JSON object on stdout, for machines.")
+]
 
 
 def boolean(name: str, text: str) -> bool:

@@ -2,8 +2,8 @@
 
 Who calls it: settings (addresses, contradictions, the page), the graph (a transport per route), the
 CLI (`--source`, `--via`, `check`).
-What must stay true: importing this module imports no broker client: `<kind>/source.py`, `sink.py`
-and `ask.py` are imported when one is opened. All kinds pass the one suite in `tests/conformance/`.
+What must stay true: importing this module imports no broker client: `<kind>/source.py`, `sink.py`,
+`reach.py` and `ask.py` are imported when one is opened. All kinds pass the one suite in `tests/conformance/`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class _SourceModule(Protocol):
         """Connected, or a `ConnectionError` with a remedy; nothing stays open then."""
         ...
 
-    async def reach(self, options: Any) -> tuple[str, ...]:
-        """As `registry.reach`."""
+
+class _ReachModule(Protocol):
+    async def reach(self, options: Any, *, place: str | None = None) -> tuple[str, ...]:
+        """As `registry.reach`; with a `place` as `registry.reach_destination`."""
         ...
 
 
@@ -57,7 +59,7 @@ class Kind:
     schemes   of its addresses
     title, form  heading and address in docs/settings.md
     options   what an address of it is read into
-    folder    the package with `source.py`, `sink.py` and, when `asks`, `ask.py`
+    folder    the package with `source.py`, `sink.py`, `reach.py` and, when `asks`, `ask.py`
     asks      a running service can be asked over it
     lane      where its requests go unless the route says otherwise
     """
@@ -72,7 +74,7 @@ class Kind:
     lane: Lane = "bulk"
 
     def module(self, file: str) -> Any:
-        """`source`, `sink` or `ask` of this kind, imported on first use."""
+        """`source`, `sink`, `reach` or `ask` of this kind, imported on first use."""
         return import_module(f"pipeline.transports.{self.folder}.{file}")
 
 
@@ -223,19 +225,24 @@ async def open_asker(url: str, *, timeout_s: float = 10.0) -> Asker:
     return await askers.open_asker(options, timeout_s=timeout_s)
 
 
+def reaching(url: str) -> None:
+    """Import what `reach` needs, which takes longer than a broker may. Raises `ValueError`."""
+    kind_of(url).module("reach")
+
+
 async def reach(url: str) -> tuple[str, ...]:
     """Whether the broker behind a source can be used; joins no group and creates nothing.
 
-    Returns one line per thing that works but should be looked at (a topic that does not exist yet).
-    Raises `ConnectionError` or `ValueError` with one line and the remedy.
+    Tries all that `serve` will need there: reading, settling, replies and dead letters. Returns one
+    line per thing that works but should be looked at (a topic that does not exist yet). Raises
+    `ConnectionError` or `ValueError` with one line and the remedy.
     """
-    options = parse_url(url)
-    sources: _SourceModule = kind_of(url).module("source")
-    return await sources.reach(options)
+    module: _ReachModule = kind_of(url).module("reach")
+    return await module.reach(parse_url(url))
 
 
 async def reach_destination(url: str) -> tuple[str, ...]:
-    """As `reach`, for a destination that is an address."""
-    options, _ = parse_destination(url)
-    sources: _SourceModule = kind_of(url).module("source")
-    return await sources.reach(options)
+    """As `reach`, for a destination that is an address: it is only written."""
+    options, place = parse_destination(url)
+    module: _ReachModule = kind_of(url).module("reach")
+    return await module.reach(options, place=place)

@@ -21,6 +21,7 @@ from actors.ports import NoMetrics, PublishError, RecordTooLargeForBroker, Syste
 from pipeline.local.kafka import ApacheKafka, PackagedKafka
 from pipeline.local.server import LocalServerError, free_port
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.kafka.reach import reach
 from pipeline.transports.registry import open_transport
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.test_kafka_group import assigned, source_of
@@ -304,8 +305,8 @@ ALICE = {
 
 @pytest.mark.real_kafka
 async def test_login_and_minimal_rights(guarded_apache: ApacheKafka, tmp_path: Path) -> None:
-    """The password from a file works; a group without rights is named before anything is taken, and
-    the rights that docs/delivery.md lists are enough."""
+    """K49: the password from a file works; a right that is missing is named, by `check` and before
+    anything is taken; the rights that docs/delivery.md lists are enough for both."""
     address = login_address(guarded_apache)
     plain = KafkaHarness(ServerInfo(guarded_apache.address, "apache", guarded_apache))
     await plain.produce(b"a")
@@ -319,6 +320,12 @@ async def test_login_and_minimal_rights(guarded_apache: ApacheKafka, tmp_path: P
     password.write_text("s3cret\n")
     login = {**ALICE, "sasl_password_file": str(password), "auto_create": False}
     del login["sasl_password"]
+    with pytest.raises(ConnectionError) as caught:
+        await reach(harness.options(**login))
+    for right in (f"READ on the topic {harness.topic}", f"READ on the group {harness.group}"):
+        assert right in str(caught.value)
+    for topic in (harness.reply_topic, harness.dead_letters):
+        assert f"WRITE on the topic {topic}" in str(caught.value)
     await asyncio.to_thread(
         allow,
         guarded_apache,
@@ -333,6 +340,7 @@ async def test_login_and_minimal_rights(guarded_apache: ApacheKafka, tmp_path: P
     await asyncio.to_thread(
         allow, guarded_apache, (ResourceType.GROUP, harness.group, AclOperation.READ)
     )
+    assert await reach(harness.options(**login)) == ()
     async with running(harness.options(**login)) as transport:
         assert [d.body for d in await collect(transport.source, 1)] == [b"a"]
         await transport.sink.publish(harness.reply_topic, "k", b"r", {})

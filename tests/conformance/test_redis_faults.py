@@ -15,7 +15,8 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import free_port
 from pipeline.transports.redis.client import close_client, create_group, make_client
 from pipeline.transports.redis.options import RedisOptions
-from pipeline.transports.redis.source import RedisSource, reach
+from pipeline.transports.redis.reach import reach
+from pipeline.transports.redis.source import RedisSource
 from pipeline.transports.registry import open_transport
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running
@@ -700,11 +701,35 @@ async def test_each_missing_right_is_named(own: RedisHarness, taken: list[str], 
 
 async def test_a_node_of_a_cluster_is_refused() -> None:
     """K14: at start, with what to do."""
-    server = new_redis("--cluster-enabled", "yes")
+    server = new_redis("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     await server.start()
     harness = RedisHarness(ServerInfo(server.address, server.kind, server))
     with pytest.raises(ConnectionError, match="cluster-enabled no"):
         await reach(harness.options())
+    await harness.aclose()
+    server.close()
+
+
+async def test_check_finds_what_serve_would_stumble_over() -> None:
+    """K49: a key of another type at each place, and a server that takes no writes; nothing is made."""
+    server = new_redis()
+    await server.start()
+    harness = RedisHarness(ServerInfo(server.address, server.kind, server))
+    options = harness.options()
+    assert await reach(options) == () and await reach(options, place="list:out") == ()
+    assert await harness.redis.keys("*") == []
+    for key, place in (
+        (options.stream, None),
+        (options.dead_letter_stream, None),
+        ("out", "stream:out"),
+    ):
+        await harness.redis.rpush(key, b"x")
+        with pytest.raises(ConnectionError, match=rf"{key} exists and is no stream"):
+            await reach(options, place=place)
+        await harness.redis.delete(key)
+    await harness.redis.replicaof("127.0.0.1", "1")
+    with pytest.raises(ConnectionError, match=r"takes no writes now \(READONLY\)"):
+        await reach(options)
     await harness.aclose()
     server.close()
 

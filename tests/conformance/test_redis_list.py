@@ -15,7 +15,8 @@ from actors.ports import NoMetrics, SystemClock
 from pipeline.local.redis import RedisServer
 from pipeline.transports.redis_list.commands import ListCommands, digest
 from pipeline.transports.redis_list.options import RedisListOptions
-from pipeline.transports.redis_list.source import RedisListSource, reach
+from pipeline.transports.redis_list.reach import reach
+from pipeline.transports.redis_list.source import RedisListSource
 from pipeline.transports.registry import open_transport
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.test_redis_faults import documented_acl, set_user

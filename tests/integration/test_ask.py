@@ -116,12 +116,23 @@ async def test_reach_creates_nothing(redis_info: ServerInfo) -> None:
 
 
 @pytest.mark.kafka
-async def test_reach_names_missing_topics(kafka_info: ServerInfo) -> None:
+async def test_reach_names_missing_topics_and_what_would_be_made(kafka_info: ServerInfo) -> None:
+    """K35: partitions and replication factor are told; a cluster that is too small for them is a problem;
+    no look makes anything."""
     topic = f"requests.{uuid.uuid4().hex}"
-    notices = await reach(f"kafka://{kafka_info.address}/{topic}")
-    assert any(topic in notice for notice in notices)
-    # the second look finds it missing again: the first one did not create it
-    assert any(topic in notice for notice in await reach(f"kafka://{kafka_info.address}/{topic}"))
+    url = f"kafka://{kafka_info.address}/{topic}?partitions=5"
+    for _ in range(2):  # the second look finds it missing again: the first one did not create it
+        (notice,) = [notice for notice in await reach(url) if topic in notice]
+        assert notice.startswith(f"request topic {topic}")
+        assert (
+            "serve will make what is missing with 5 partitions and replication factor 1" in notice
+        )
+    with pytest.raises(ConnectionError, match=r"cannot be made .*replication factor 3 .*1 broker"):
+        await reach(f"{url}&replication_factor=3")
+    (notice,) = [n for n in await reach(f"{url}&auto_create=false") if topic in n]
+    assert "create what is missing, or set auto_create=true" in notice
+    if kafka_info.real_kafka:
+        assert "num.partitions" in notice and "default.replication.factor 1" in notice
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/q", "kafka://127.0.0.1:1/q"])

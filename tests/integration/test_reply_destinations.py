@@ -54,7 +54,9 @@ def check(bodies: list[bytes], dead: Path) -> None:
 
 async def test_from_a_file_to_another_file(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert await reach_destination(f"file://{out}") == ()
+    assert await reach_destination(f"file://{out}") == () and not out.exists()
+    with pytest.raises(ConnectionError, match="cannot be written"):
+        await reach_destination(f"file://{tmp_path}/nowhere/out.jsonl")
     dead = await serve_file(tmp_path, f"file://{out}")
     check(out.read_bytes().splitlines(), dead)
 

@@ -180,10 +180,3 @@ async def open_source(options: FileOptions, *, clock: Clock, metrics: Metrics) -
     source = FileSource(options, clock=clock, metrics=metrics)
     await source.open()
     return source
-
-
-async def reach(options: FileOptions) -> tuple[str, ...]:
-    """Whether the file can be read. Raises `ConnectionError`."""
-    if options.path != STANDARD and not os.access(options.path, os.R_OK):
-        raise ConnectionError(f"{options.path} cannot be read: check the path of the source")
-    return ()

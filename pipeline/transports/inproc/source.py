@@ -102,8 +102,3 @@ async def open_source(options: InprocOptions, *, clock: Clock, metrics: Metrics)
     source = InprocSource(broker_for(options), options=options, clock=clock, metrics=metrics)
     await source.open()
     return source
-
-
-async def reach(options: InprocOptions) -> tuple[str, ...]:
-    """It is always there."""
-    return ()

@@ -70,16 +70,22 @@ class ClusterFacts:
         return topic in self.group_topics or partition >= self.partition_counts.get(topic, 0)
 
 
-async def survey(options: KafkaOptions, *, consumes: bool = True) -> ClusterFacts:
+async def survey(
+    options: KafkaOptions, *, consumes: bool = True, tells_missing: bool = True
+) -> ClusterFacts:
     """Connect once, look up the group where one `consumes`, create missing topics, read limits, and probe for idempotence.
+
+    Args:
+        tells_missing: a notice for each topic that does not exist and is not to be created.
 
     Raises `ConnectionError` when the cluster cannot be used as configured.
     """
     notices: list[str] = []
     try:
-        async with asyncio.timeout(options.open_timeout_s), _admin(options) as admin:
+        async with asyncio.timeout(options.open_timeout_s), admin_of(options) as admin:
             await _check_advertised(options, admin, notices)
-            await _ensure_topics(options, admin, notices)
+            if options.auto_create or tells_missing:
+                await _ensure_topics(options, admin, notices)
             limit = await _message_limit(options, admin)
             idempotent = await _supports_idempotence(options, admin, notices)
             creates = await _broker_creates(admin)
@@ -130,7 +136,8 @@ async def closed_in_time(closing: Awaitable[Any], bound_s: float) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _admin(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
+async def admin_of(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
+    """Connected while the block runs. Raises `ConnectionError` with the cause and the remedy."""
     admin = AIOKafkaAdminClient(**client_settings(options))
     try:
         try:
@@ -277,8 +284,8 @@ async def _may_read(admin: AIOKafkaAdminClient, described: Mapping[str, Any]) ->
 async def topic_limit(options: KafkaOptions, topic: str) -> int | None:
     """`max.message.bytes` of a topic as it is now; None where the broker does not tell."""
     try:
-        async with asyncio.timeout(_REACH_S), _admin(options) as admin:
-            found = await _config(admin, ConfigResourceType.TOPIC, [topic], "max.message.bytes")
+        async with asyncio.timeout(_REACH_S), admin_of(options) as admin:
+            found = await config_of(admin, ConfigResourceType.TOPIC, [topic], "max.message.bytes")
     except (ConnectionError, KafkaError, TimeoutError):
         return None
     return min((int(value) for value in found), default=None)
@@ -287,18 +294,18 @@ async def topic_limit(options: KafkaOptions, topic: str) -> int | None:
 async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:
     """The smallest `max.message.bytes` of the topics we write; None where brokers do not tell."""
     topics = [options.reply_topic, options.dead_letter_topic]
-    found = await _config(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
+    found = await config_of(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
     return min((int(value) for value in found), default=None)
 
 
 async def _broker_creates(admin: AIOKafkaAdminClient) -> bool | None:
     brokers = [str(broker.nodeId) for broker in admin._client.cluster.brokers()][:1]
     name = "auto.create.topics.enable"
-    found = await _config(admin, ConfigResourceType.BROKER, brokers, name)
+    found = await config_of(admin, ConfigResourceType.BROKER, brokers, name)
     return found[0] == "true" if found else None
 
 
-async def _config(
+async def config_of(
     admin: AIOKafkaAdminClient, kind: ConfigResourceType, names: Sequence[str], entry: str
 ) -> list[str]:
     """Values of one configuration entry; brokers may keep it to themselves."""

@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, RecordTooLargeError
@@ -380,8 +379,3 @@ class KafkaSource(BrokerSource):
 async def open_source(options: KafkaOptions, *, clock: Clock, metrics: Metrics) -> KafkaSource:
     """A connected source. Raises `ConnectionError`; nothing stays open then."""
     return await opened(KafkaSource(options, clock=clock, metrics=metrics))
-
-
-async def reach(options: KafkaOptions) -> tuple[str, ...]:
-    """Whether the cluster can be used; creates nothing. Raises `ConnectionError`."""
-    return (await survey(msgspec.structs.replace(options, auto_create=False))).notices

@@ -148,15 +148,10 @@ async def ping(client: Any, options: RedisQueueOptions) -> None:
 async def survey(client: Any, options: RedisOptions) -> ServerFacts:
     """As `inspect`, and the group made. Raises `ConnectionError` with the remedy."""
     facts = await inspect(client, options, stream_commands(options), tell=True)
-    with _explained(options):
+    with explained(options):
         async with asyncio.timeout(options.socket_timeout_s):
             await create_group(client, options, options.start)
     return facts
-
-
-async def look(client: Any, options: RedisOptions) -> ServerFacts:
-    """As `survey`, creating nothing. Raises `ConnectionError` with the remedy."""
-    return await inspect(client, options, stream_commands(options), tell=False)
 
 
 async def inspect(
@@ -166,7 +161,7 @@ async def inspect(
 
     needs: what the source does there. tell: log the notices. Raises `ConnectionError` with the remedy.
     """
-    with _explained(options):
+    with explained(options):
         async with asyncio.timeout(options.connect_timeout_s + options.socket_timeout_s):
             facts = await _inspect(client, options, needs)
             kind = (await client.execute_command("TYPE", options.requests)).decode()
@@ -178,7 +173,7 @@ async def inspect(
 
 
 @contextlib.contextmanager
-def _explained(options: RedisQueueOptions) -> Iterator[None]:
+def explained(options: RedisQueueOptions) -> Iterator[None]:
     """What fails inside is a `ConnectionError` with a remedy."""
     try:
         yield

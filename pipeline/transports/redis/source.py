@@ -19,11 +19,8 @@ from actors.ports import Clock, Delivery, Metrics
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.redis.client import (
     ServerFacts,
-    close_client,
     create_group,
     is_nogroup,
-    look,
-    make_client,
     survey,
 )
 from pipeline.transports.redis.deliveries import Held, delivery_of, entry_of
@@ -278,13 +275,3 @@ class RedisSource(RedisLoops):
 async def open_source(options: RedisOptions, *, clock: Clock, metrics: Metrics) -> RedisSource:
     """A connected source. Raises `ConnectionError`; nothing stays open then."""
     return await opened(RedisSource(options, clock=clock, metrics=metrics))
-
-
-async def reach(options: RedisOptions) -> tuple[str, ...]:
-    """Whether the server serves us; creates nothing. Raises `ConnectionError`."""
-    client = make_client(options, connections=1)
-    try:
-        facts = await look(client, options)
-    finally:
-        await close_client(client, options.close_timeout_s)
-    return facts.notices

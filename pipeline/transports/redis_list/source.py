@@ -17,7 +17,7 @@ import structlog
 
 from actors.ports import Clock, Delivery, Metrics
 from pipeline.transports.delivery import HeldDelivery
-from pipeline.transports.redis.client import ServerFacts, close_client, inspect, make_client
+from pipeline.transports.redis.client import ServerFacts, inspect
 from pipeline.transports.redis.errors import describe
 from pipeline.transports.redis.leases import RENEW_AT
 from pipeline.transports.redis.loops import SETTLE_BATCH, TROUBLE, RedisLoops
@@ -61,7 +61,7 @@ class RedisListSource(LocalSource, RedisLoops):
     # --- life -----------------------------------------------------------------------------------
 
     async def _survey(self) -> ServerFacts:
-        facts = await inspect(self._client, self._options, _needs(self._options), tell=True)
+        facts = await inspect(self._client, self._options, needs_of(self._options), tell=True)
         await self._commands.renew()
         return facts
 
@@ -229,7 +229,8 @@ class RedisListSource(LocalSource, RedisLoops):
             self._metrics.gauge("source_lag_records", backlog, topic=key, partition="0")
 
 
-def _needs(options: RedisListOptions) -> list[Need]:
+def needs_of(options: RedisListOptions) -> list[Need]:
+    """Commands of the source and their keys."""
     ours = options.processing("me")
     return list_commands(options.key, ours, options.consumers, options.attempts)
 
@@ -239,13 +240,3 @@ async def open_source(
 ) -> RedisListSource:
     """A connected source. Raises `ConnectionError`; nothing stays open then."""
     return await opened(RedisListSource(options, clock=clock, metrics=metrics))
-
-
-async def reach(options: RedisListOptions) -> tuple[str, ...]:
-    """Whether the server serves us; writes nothing. Raises `ConnectionError`."""
-    client = make_client(options, connections=1)
-    try:
-        facts = await inspect(client, options, _needs(options), tell=False)
-    finally:
-        await close_client(client, options.close_timeout_s)
-    return facts.notices
