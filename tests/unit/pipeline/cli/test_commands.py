@@ -616,14 +616,21 @@ def test_check_prints_the_plan(
 def test_check_reports_everything_that_is_wrong(
     fake_loading: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["-s", "routes.a.source=redis://127.0.0.1:1/q", "-s", "models.m.path=broken"]
-    arguments += ["-s", "routes.b.source=file:///nowhere.jsonl", "-s", "models.n.path=x"]
-    assert main(["check", *arguments]) == 1
+    """K35: brokers first, and with them all right every model."""
+    models = ["-s", "models.m.path=broken", "-s", "models.n.path=broken"]
+    routes = ["-s", "routes.a.source=redis://127.0.0.1:1/q"]
+    routes += ["-s", "routes.b.source=file:///nowhere.jsonl"]
+    assert main(["check", *models, *routes]) == 1
+    captured = capsys.readouterr()
+    problems = [line for line in captured.err.splitlines() if line.startswith("problem: ")]
+    assert {line.split(":")[1] for line in problems} == {" route a", " route b"}
+    assert "not loaded" in captured.out and "(not reached)" in captured.out
+    assert main(["check", *models, "-s", "routes.a.source=-"]) == 1
     captured = capsys.readouterr()
     assert [line.split(":")[1] for line in captured.err.splitlines()] == [
-        " route a", " route b", " models.m does not load",
+        " models.m does not load", " models.n does not load",
     ]  # fmt: skip
-    assert "does not load" in captured.out and "(not reached)" in captured.out
+    assert "does not load" in captured.out
 
 
 def test_check_of_wrong_settings_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:

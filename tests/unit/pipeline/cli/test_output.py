@@ -28,12 +28,12 @@ def test_token_vectors_are_counted() -> None:
 
 
 def test_check_names_outputs_and_sizes() -> None:
-    plan = _model_plan(INFO)
+    plan = _model_plan(INFO, False)
     assert "outputs dense; on request multivector, sparse" in plan
     assert "dimensions on request" not in plan
     sizes = dataclasses.replace(INFO, allowed_dimensions=(256, 512, 1024))
-    assert "dimensions on request 256, 512, 1024" in _model_plan(sizes)
+    assert "dimensions on request 256, 512, 1024" in _model_plan(sizes, False)
     every = dataclasses.replace(INFO, allowed_dimensions=tuple(range(1, 1025)))
-    assert "dimensions on request 1 to 1024" in _model_plan(every)
+    assert "dimensions on request 1 to 1024" in _model_plan(every, False)
     scorer = dataclasses.replace(INFO, outputs=frozenset(), default_outputs=())
-    assert "outputs" not in _model_plan(scorer)
+    assert "outputs" not in _model_plan(scorer, False)

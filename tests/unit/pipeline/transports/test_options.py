@@ -43,7 +43,7 @@ def test_every_number_is_checked_by_name(cls: Any, base: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_kind_has_the_same_files_with_the_same_functions(kind: Kind) -> None:
-    assert callable(kind.module("source").open_source) and callable(kind.module("source").reach)
+    assert callable(kind.module("source").open_source) and callable(kind.module("reach").reach)
     assert callable(kind.module("sink").open_sink)
     if kind.asks:
         assert callable(kind.module("ask").open_asker)
