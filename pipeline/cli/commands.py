@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import collections, questions
+from pipeline.cli import collections, questions, sign
 from pipeline.cli.console import State, note_error, print_traceback, report_failure
 from pipeline.cli.options import (
     ConfigOption,
@@ -180,6 +180,7 @@ for _command in (
     questions.classify,
     collections.index,
     collections.search,
+    sign.sign,
 ):
     app.command()(_command)
 

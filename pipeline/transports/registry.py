@@ -24,6 +24,7 @@ from pipeline.transports.one_place import OnePlace
 from pipeline.transports.options import Options
 from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis_list.options import RedisListOptions
+from pipeline.transports.signed import SignedDestinations, read_keys
 from schemas.requests import Lane
 
 
@@ -199,6 +200,8 @@ async def open_transport(
         opened.push_async_callback(source.aclose)
         sink = await _open_sink(options, source, metrics)
         opened.push_async_callback(sink.aclose)
+        if isinstance(options, KafkaOptions) and options.reply_key_file is not None:
+            sink = SignedDestinations(sink, read_keys(options.reply_key_file))
         if destination != REPLY:
             there, place = parse_destination(destination)
             sink = OnePlace(await _open_sink(there, None, metrics), place, beside=sink)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.app import App
-from pipeline.lifecycle import ExitStatus, StopSignal
+from pipeline.lifecycle import ExitStatus, StopSignal, beside
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.registry import reach_destination
+from pipeline.transports.signed import sign
 from schemas.codec import decode_reply
 from schemas.results import FailureReply, Reply
 from tests.conformance.kafka_harness import KafkaHarness
@@ -87,3 +88,42 @@ async def test_from_a_file_to_kafka(tmp_path: Path, kafka_server: ServerInfo) ->
         bodies = await harness.replies(topic, lambda found: len(found) >= 2)
     await harness.aclose()
     check(bodies, dead)
+
+
+@pytest.mark.kafka
+async def test_a_destination_that_is_signed_for_its_owner(
+    tmp_path: Path, kafka_server: ServerInfo
+) -> None:
+    """Of two callers of one route, each has its replies where its own signature leads."""
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"k" * 32)
+    harness = KafkaHarness(kafka_server, partitions=1)
+    mine, other = (harness.reply_destination() for _ in range(2))
+    for topic in (harness.reply_topic, mine, other):
+        await harness.create_topic(topic, 1)
+    signed = sign(mine, b"k" * 32)
+    asked = {"signed": signed, "bare": other, "stolen": signed.replace(mine, other)}
+    for request_id, reply_to in asked.items():
+        body = {"id": request_id, "input": "x", "reply_to": reply_to}
+        await harness.produce(json.dumps(body).encode(), {"content-type": b"application/json"})
+    source = (
+        f"kafka://{kafka_server.address}/{harness.topic}?group={harness.group}"
+        f"&reply_topic={harness.reply_topic}&dead_letter_topic={harness.dead_letters}"
+        f"&reply_key_file={keys}"
+    )
+    app = App(
+        Settings(routes=(RouteSettings(name="r", source=source),)),
+        runner_factories={"fake": FakeRunner},
+    )
+    stop = StopSignal(10.0)
+    async with beside(app.run(stop)):
+        (answer,) = await harness.replies(mine, bool)
+        refused = await harness.replies(harness.reply_topic, lambda found: len(found) == 2)
+        stop.request("the test is over")
+    assert decode_reply(answer).id == "signed"
+    replies = {reply.id: reply for reply in map(decode_reply, refused)}
+    assert set(replies) == {"bare", "stolen"}
+    for reply in replies.values():
+        assert isinstance(reply, FailureReply) and reply.error.code == "forbidden_destination"
+        assert signed.rpartition("=")[2] not in reply.error.message
+    await harness.aclose()

@@ -165,6 +165,13 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
     dead_letter_topic: Annotated[str, says("Where dead letters go.")] = DEAD_LETTERS
     reply_prefixes: ReplyPrefixes = REPLY_PREFIXES
     refuse_destinations: RefuseDestinations = ()
+    reply_key_file: Annotated[
+        str | None,
+        says(
+            "File of keys, one per line: a request may then name only a `reply_to` that one of them "
+            "has signed (`embedstream sign`)."
+        ),
+    ] = None
     security_protocol: Annotated[
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], says("Encryption and login.")
     ] = "PLAINTEXT"

@@ -111,7 +111,18 @@ def test_help_imports_nothing_heavy() -> None:
     assert "embedstream demo" in done.stdout
 
 
-COMMANDS = ["serve", "up", "demo", "embed", "rerank", "classify", "check", "config", "models"]
+COMMANDS = [
+    "serve",
+    "up",
+    "demo",
+    "embed",
+    "rerank",
+    "classify",
+    "check",
+    "config",
+    "models",
+    "sign",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -119,7 +130,7 @@ def test_help_of_every_command_teaches(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0
     assert len(result.output.splitlines()) > 5
-    if command in ("serve", "demo", "embed", "rerank", "classify"):
+    if command in ("serve", "demo", "embed", "rerank", "classify", "sign"):
         assert f"embedstream {command}" in result.output  # an example to copy
     assert command in CliRunner().invoke(cli.app, ["--help"]).output
 
