@@ -19,7 +19,13 @@ import msgspec.inspect as mi
 from msgspec import Meta
 
 SECRET_FIELDS = frozenset(
-    {"password", "sasl_password", "ssl_password", "sasl_oauthbearer_client_secret"}
+    {
+        "password",
+        "sasl_password",
+        "ssl_password",
+        "sasl_oauthbearer_client_secret",
+        "sentinel_password",
+    }
 )
 """Names that every print of a plan redacts."""
 

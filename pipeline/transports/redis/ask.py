@@ -20,7 +20,15 @@ async def open_asker(options: RedisOptions, *, timeout_s: float) -> Asker:
         username=options.username,
         password=options.password,
         tls=options.tls,
-        ssl_ca_certs=options.ssl_cafile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_check_hostname=options.ssl_check_hostname,
+        nodes=options.nodes,
+        sentinel=options.sentinel,
+        sentinel_username=options.sentinel_username,
+        sentinel_password=options.sentinel_password,
+        cluster=options.cluster,
         stream=options.stream,
     )
     return await connect(endpoint, timeout_s=timeout_s)

@@ -1,9 +1,8 @@
-"""Reaching a Redis or Valkey server: connections, the checks at open, errors with a remedy.
+"""The checks of a Redis or Valkey server at open, and errors with a remedy.
 
 Who calls it: the Redis sources and their sink.
-What must stay true: redis-py never retries by itself (the transport owns back-off and reports it);
-every connection has a finite socket time-out longer than the longest blocking read; passwords never
-appear in a message.
+What must stay true: what a server lacks is named before anything is taken from it; looking leaves no
+trace; passwords never appear in a message.
 """
 
 from __future__ import annotations
@@ -16,10 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as ConnectionFailed
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
@@ -35,41 +30,6 @@ log = structlog.get_logger(__name__)
 
 MIN_VERSION = (6, 2)
 """XAUTOCLAIM, and XTRIM/XADD with `~`, came with Redis 6.2."""
-_POOL_WAIT_S = 20.0
-_RAW_REPLIES = ("XREADGROUP", "XAUTOCLAIM", "XCLAIM", "XPENDING", "XRANGE")
-"""redis-py's own parsing of these differs between its versions; `redis_group` reads them."""
-
-
-class _Cancellable:
-    """Sends without `asyncio.wait_for`, which in Python 3.11 may swallow a cancellation.
-
-    redis-py sends every command through it; a reader that was told to stop then went on to block.
-    """
-
-    async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
-        if not self.is_connected:
-            await self.connect_check_health(check_health=False)
-        if check_health:
-            await self.check_health()
-        if isinstance(command, str):
-            command = command.encode()
-        chunks = [command] if isinstance(command, bytes) else command
-        try:
-            async with asyncio.timeout(self.socket_timeout):
-                await self._send_packed_command(chunks)
-        except BaseException as error:
-            await self.disconnect(nowait=True)
-            if isinstance(error, OSError):  # TimeoutError is one
-                raise ConnectionFailed(f"writing to Redis: {type(error).__name__}") from error
-            raise
-
-
-class _PlainConnection(_Cancellable, Connection):
-    """TCP."""
-
-
-class _TlsConnection(_Cancellable, SSLConnection):
-    """TLS over TCP."""
 
 
 class _Unusable(ConnectionError):
@@ -82,67 +42,6 @@ class ServerFacts:
 
     version: str
     notices: tuple[str, ...]
-
-
-def make_client(options: RedisQueueOptions, *, connections: int) -> Any:
-    """A `redis.asyncio.Redis` over at most `connections` sockets; connects on first use."""
-    settings: dict[str, Any] = {
-        "host": options.host,
-        "port": options.port,
-        "db": options.db,
-        "username": options.username,
-        "password": options.password,
-        "socket_timeout": options.socket_timeout_s,
-        "socket_connect_timeout": options.connect_timeout_s,
-        "socket_keepalive": True,
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,  # one reply shape on every server version
-        "connection_class": _TlsConnection if options.tls else _PlainConnection,
-    }
-    if options.tls:
-        settings["ssl_ca_certs"] = options.ssl_cafile
-    pool: Any = BlockingConnectionPool(
-        max_connections=connections, timeout=_POOL_WAIT_S, **settings
-    )
-    client: Any = Redis(connection_pool=pool)
-    for command in _RAW_REPLIES:
-        client.set_response_callback(command, _as_is)
-    return client
-
-
-def _as_is(reply: Any, **_: Any) -> Any:
-    return reply
-
-
-async def close_client(client: Any, bound_s: float) -> None:
-    """Disconnect within `bound_s`."""
-    try:
-        async with asyncio.timeout(bound_s):
-            await client.aclose()
-            await client.connection_pool.disconnect()
-    except (RedisError, OSError, TimeoutError) as error:
-        log.warning("redis_close_failed", error=type(error).__name__)
-
-
-async def reconnect_if_wrong(client: Any, error: BaseException) -> None:
-    """Drop the idle connections when the server behind them is not the one that serves us now.
-
-    The next command connects anew: to whatever the name or the proxy leads to after a fail-over, with
-    the login checked again.
-    """
-    if code_of(error) in WRONG_SERVER:
-        await client.connection_pool.disconnect(inuse_connections=False)
-
-
-async def ping(client: Any, options: RedisQueueOptions) -> None:
-    """Whether the server answers us. Raises `ConnectionError`."""
-    try:
-        await client.execute_command("PING")
-    except (RedisError, OSError, TimeoutError) as error:
-        raise ConnectionError(
-            f"Redis at {options.address} cannot be used: {describe(error)}: "
-            "check that it runs, and the address, user and password"
-        ) from None
 
 
 async def survey(client: Any, options: RedisOptions) -> ServerFacts:
@@ -210,6 +109,8 @@ def _remedy(error: Exception, options: RedisQueueOptions) -> str:
         return _other_type(options)
     if "DB index" in str(error):
         return f"{where} has no database {options.db}: lower db, or raise `databases` of the server"
+    if "cluster support disabled" in str(error):
+        return f"{where} is no cluster: take cluster=true out of the address"
     if code in WRONG_SERVER:
         return f"{where} takes no writes now ({code}): name the server that does, or wait until it does"
     if isinstance(error, ResponseError):
@@ -235,10 +136,10 @@ async def _check_version(client: Any, options: RedisQueueOptions) -> str:
     version = str(info.get("redis_version", "0"))
     if version_of(version) < MIN_VERSION:
         raise _Unusable(_too_old(options, version))
-    if info.get("redis_mode") == "cluster":
+    if info.get("redis_mode") == "cluster" and not options.cluster:
         raise _Unusable(
-            f"Redis at {options.address} is a node of a cluster, where request, reply and dead letter "
-            "lie on different nodes: name a server with cluster-enabled no"
+            f"Redis at {options.address} is a node of a cluster: add cluster=true to the address, or "
+            "name a server with cluster-enabled no"
         )
     return version
 

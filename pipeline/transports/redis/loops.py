@@ -21,12 +21,8 @@ from redis.exceptions import RedisError
 
 from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Metrics, SourceStatus
-from pipeline.transports.redis.client import (
-    ServerFacts,
-    close_client,
-    make_client,
-    reconnect_if_wrong,
-)
+from pipeline.transports.redis.client import ServerFacts
+from pipeline.transports.redis.connect import close_client, make_client, reconnect_if_wrong
 from pipeline.transports.redis.errors import describe
 from pipeline.transports.redis.health import Health
 from pipeline.transports.redis.options import RedisQueueOptions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, ClassVar
-from urllib.parse import SplitResult
+from urllib.parse import SplitResult, urlsplit
 
 from pipeline.transports.address import plain
 from pipeline.transports.broker_names import (
@@ -41,9 +41,20 @@ STREAM_PREFIX = "stream:"
 LIST_PREFIX = "list:"
 """How a destination names a list."""
 
+_NODE = re.compile(r"[^\s:@/]+:[1-9][0-9]{0,4}|\[?[0-9A-Fa-f:.]+\]?:[1-9][0-9]{0,4}")
+_PORT, _SENTINEL_PORT = 6379, 26379
 _MAX_DB_DIGITS = 6
 _DAY_S = 24 * 3600
 MAX_TTL_S = 10 * 365 * _DAY_S
+
+
+def _hosts(parts: SplitResult) -> list[tuple[str | None, int | None]]:
+    """(host, port) of each in `host[:port][,host[:port]]`."""
+    try:
+        each = [urlsplit(f"//{one}") for one in parts.netloc.rpartition("@")[2].split(",")]
+        return [(one.hostname, one.port) for one in each]
+    except ValueError:
+        raise ValueError("the port is no number from 1 to 65535") from None
 
 
 def _path_values(path: str, option: str) -> dict[str, Any]:
@@ -68,7 +79,7 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
     """What the key named there is: `stream` or `list`."""
 
     host: Annotated[str, says("Name or address of the server.")] = "localhost"
-    port: Annotated[int, within(1, 65_535, "Port of the server.")] = 6379
+    port: Annotated[int, within(1, 65_535, "Port of the server.")] = _PORT
     db: Annotated[
         int,
         within(0, 100_000, "Number of the database; the address may end in it: redis://host/3."),
@@ -76,7 +87,25 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
     username: Annotated[str | None, says("From the address.")] = None
     password: Annotated[str | None, says("From the address.")] = None
     tls: Annotated[bool, says("From the address: rediss://.")] = False
-    ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
+    ssl_ca_certs: Annotated[str | None, says("Certificate authorities, PEM.")] = None
+    ssl_certfile: Annotated[str | None, says("Our own certificate, PEM.")] = None
+    ssl_keyfile: Annotated[str | None, says("Its key, PEM.")] = None
+    ssl_check_hostname: Annotated[
+        bool, says("Whether the server's certificate must have its name or address.")
+    ] = True
+    nodes: Annotated[
+        tuple[str, ...],
+        says("Further sentinels or nodes, `host:port`; in an address they stand beside the host."),
+    ] = ()
+    sentinel: Annotated[
+        str | None,
+        says(
+            "The hosts are sentinels, and this is what they call the service: its master is used."
+        ),
+    ] = None
+    sentinel_username: Annotated[str | None, says("Login at the sentinels.")] = None
+    sentinel_password: Annotated[str | None, says("Login at the sentinels.")] = None
+    cluster: Annotated[bool, says("The hosts are nodes of a Redis Cluster.")] = False
     block_ms: Annotated[int, within(1, 600_000, "Longest wait of one blocking read.")] = 2000
     claim_idle_ms: Annotated[
         int,
@@ -124,14 +153,16 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
         if "@" in parts.path:
             raise ValueError(f"an '@' in the name of a {cls.path_option} is written %40")
         values: dict[str, Any] = {"tls": parts.scheme.startswith("rediss")}
-        try:
-            port = parts.port
-        except ValueError:
-            raise ValueError("the port is no number from 1 to 65535") from None
-        if parts.hostname:
-            values["host"] = parts.hostname
+        (host, port), *others = _hosts(parts)
+        if host is not None:
+            values["host"] = host
         if port is not None:
             values["port"] = port
+        elif "sentinel=" in parts.query:
+            values["port"] = _SENTINEL_PORT
+        if others:
+            default = values.get("port", _PORT)
+            values["nodes"] = tuple(f"{h or 'localhost'}:{p or default}" for h, p in others)
         if parts.username:
             values["username"] = plain(parts.username)
         if parts.password is not None:
@@ -141,7 +172,13 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
     @property
     def address(self) -> str:
         """`redis://host:port` without user and password: fit for logs."""
-        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
+        where = ",".join([f"{self.host}:{self.port}", *self.nodes])
+        return f"{'rediss' if self.tls else 'redis'}://{where}"
+
+    def servers(self) -> list[tuple[str, int]]:
+        """Host and port of every server that the address names."""
+        more = [node.rpartition(":") for node in self.nodes]
+        return [(self.host, self.port), *((host, int(port)) for host, _, port in more)]
 
     @property
     def requests(self) -> str:
@@ -161,16 +198,19 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
         return self._place(destination.removeprefix(LIST_PREFIX).removeprefix(STREAM_PREFIX))
 
     def _place(self, key: str, **more: Any) -> Place:
-        server = f"{self.host}:{self.port}/{self.db}"
-        return Place(frozenset([server]), "stream", key, **more)
+        service = "" if self.sentinel is None else f"/{self.sentinel}"
+        servers = (f"{host}:{port}/{self.db}{service}" for host, port in self.servers())
+        return Place(frozenset(servers), "stream", key, **more)
 
     def name_problems(self) -> list[str]:
         names = (self.path_option, "dead_letter_stream", "host")
         problems = prefix_problems(self.reply_prefixes)
+        if not all(_NODE.fullmatch(node) for node in self.nodes):
+            problems.append("nodes are not all written host:port")
         return problems + [e for n in names if (e := name_error(getattr(self, n), n))]
 
     def contradictions(self) -> list[str]:
-        problems = self.not_above("claim_interval_ms", "claim_idle_ms")
+        problems = self.not_above("claim_interval_ms", "claim_idle_ms") + self._topology_problems()
         problems += self.not_above("release_backoff_ms", "release_backoff_max_ms")
         if self.block_ms >= self.socket_timeout_s * 1000:
             problems.append(
@@ -178,6 +218,18 @@ class RedisQueueOptions(Options, frozen=True, kw_only=True):
                 f"({self.socket_timeout_s:g} s): lower the one or raise the other"
             )
         return problems
+
+    def _topology_problems(self) -> list[str]:
+        if self.cluster and self.sentinel is not None:
+            return ["cluster and sentinel are both given: a cluster has no sentinels; remove one"]
+        if self.cluster and self.db:
+            return [f"db is {self.db} and cluster is true: a cluster has database 0 only"]
+        if self.nodes and not self.cluster and self.sentinel is None:
+            return [
+                "the address names several servers: add sentinel=NAME when they are sentinels, or "
+                "cluster=true when they are nodes of a cluster"
+            ]
+        return []
 
 
 class RedisOptions(RedisQueueOptions, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ from typing import Any
 from redis.exceptions import NoPermissionError
 
 from actors.ports import NoMetrics
-from pipeline.transports.redis.client import close_client, explained, inspect, make_client, ping
+from pipeline.transports.redis.client import explained, inspect
+from pipeline.transports.redis.connect import close_client, make_client, make_writer
 from pipeline.transports.redis.options import STREAM_PREFIX, RedisOptions, RedisQueueOptions
 from pipeline.transports.redis.rights import Need, stream_commands
 from pipeline.transports.redis.sink import open_sink
@@ -36,24 +37,27 @@ async def try_server(
     Raises:
         ConnectionError: no server, no right, no writes, or a key of another type; one line.
     """
-    client = make_client(options, connections=1)
     notices: tuple[str, ...] = ()
-    try:
-        if place is None:
+    if place is None:
+        client = make_client(options, connections=1)
+        try:
             notices = (await inspect(client, options, needs, tell=False)).notices
             with explained(options):
                 await client.execute_command(*nothing)
-            place = STREAM_PREFIX + options.dead_letter_stream
-        else:
-            await ping(client, options)
-        wanted, _, name = place.partition(":")
-        if (found := await _type_of(client, options, name)) not in ("none", wanted):
-            raise ConnectionError(
-                f"Redis at {options.address}: key {name} exists and is no {wanted} but a {found}: name "
-                "another, or remove the key"
-            )
+        finally:
+            await close_client(client, options.close_timeout_s)
+        place = STREAM_PREFIX + options.dead_letter_stream
+    wanted, _, name = place.partition(":")
+    writer = make_writer(options, connections=1)
+    try:
+        found = await _type_of(writer, options, name)
     finally:
-        await close_client(client, options.close_timeout_s)
+        await close_client(writer, options.close_timeout_s)
+    if found not in ("none", wanted):
+        raise ConnectionError(
+            f"Redis at {options.address}: key {name} exists and is no {wanted} but a {found}: name "
+            "another, or remove the key"
+        )
     sink = await open_sink(options, beside=None, metrics=NoMetrics())  # only looks
     await sink.aclose()
     return notices

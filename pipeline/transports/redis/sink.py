@@ -29,12 +29,7 @@ from pipeline.transports.redis.append import (
     entry,
     only_look,
 )
-from pipeline.transports.redis.client import (
-    close_client,
-    make_client,
-    ping,
-    reconnect_if_wrong,
-)
+from pipeline.transports.redis.connect import close_client, make_writer, reconnect_if_wrong
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.options import (
     LIST_PREFIX,
@@ -77,7 +72,7 @@ class RedisSink:
         self._options = options
         self._one_place = one_place
         self._metrics = metrics or NoMetrics()
-        self._client = make_client(options, connections=_PIPELINES)
+        self._client = make_writer(options, connections=_PIPELINES)
         self._queue: deque[_Waiting] = deque()  # bounded by the publishers, each waits for its own
         self._leaders = 0
         self.max_record_bytes: int | None = options.max_record_bytes
@@ -85,7 +80,6 @@ class RedisSink:
 
     async def open(self) -> None:
         """Connect. Raises `ConnectionError`."""
-        await ping(self._client, self._options)
         try:
             await self._client.execute_command(
                 "EVAL", SCRIPT, *only_look(self._options.dead_letter_stream)
@@ -93,7 +87,10 @@ class RedisSink:
         except (RedisError, OSError, TimeoutError) as error:
             if code_of(error) == "NOPERM":
                 raise ConnectionError(self._no_scripts()) from None
-            raise ConnectionError(f"Redis at {self._options.address}: {describe(error)}") from None
+            raise ConnectionError(
+                f"Redis at {self._options.address} cannot be used: {describe(error)}: "
+                "check that it runs, and the address, user and password"
+            ) from None
 
     def _no_scripts(self) -> str:
         return (
@@ -186,11 +183,29 @@ class RedisSink:
         if not batch:
             return
         try:
-            await self._write(batch)
+            await self._write_by_node(batch)
         except BaseException:
             # Cancelled in between: whether it arrived is unknown, so the others send theirs again.
             self._queue.extendleft(w for w in reversed(batch) if not (w.done or w.gone))
             raise
+
+    async def _write_by_node(self, batch: list[_Waiting]) -> None:
+        """One node of a cluster that fails holds up no reply on another."""
+        if not self._options.cluster:
+            return await self._write(batch)
+        parts: dict[str, list[_Waiting]] = {}
+        for waiting in batch:
+            parts.setdefault(await self._node_of(waiting), []).append(waiting)
+        async with asyncio.TaskGroup() as group:
+            for part in parts.values():
+                group.create_task(self._write(part))
+
+    async def _node_of(self, waiting: _Waiting) -> str:
+        try:
+            await self._client.initialize()
+            return str(self._client.get_node_from_key(waiting.write[1]).name)
+        except (RedisError, OSError, TimeoutError):
+            return ""  # the write itself says what is wrong
 
     async def _write(self, batch: list[_Waiting]) -> None:
         try:
@@ -222,7 +237,8 @@ class RedisSink:
         return answers
 
     async def _run(self, batch: list[_Waiting], command: str, script: str) -> list[Any]:
-        async with self._client.pipeline(transaction=True) as pipe:
+        # Each script is one step by itself; a transaction only keeps others from coming in between.
+        async with self._client.pipeline(transaction=not self._options.cluster) as pipe:
             for waiting in batch:
                 pipe.execute_command(command, script, *waiting.write)
             return list(await pipe.execute(raise_on_error=False))

@@ -18,6 +18,7 @@ from typing import Any
 
 from ._calls import Call, Calls
 from ._links import Backoff, leave_if_cancelled, together
+from ._servers import connect
 from ._urls import RedisEndpoint
 from ._wire.codec import encode_request
 from ._wire.headers import REQUEST_ID
@@ -37,7 +38,9 @@ _PIPELINE_BYTES = 4 * 1024 * 1024
 _EXPLAIN_S = 0.25
 _CLOSE_S = 2.0
 _START = "0-0"
+_BUSY = "the service is busy or stopped: allow more time, or look at its log"
 _WRONG_SERVER = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+_MOVED = ("MovedError", "AskError")
 _WRONG_SERVER_TYPES = (
     "ReadOnlyError",
     "BusyLoadingError",
@@ -85,13 +88,13 @@ class RedisLink:
     # --- what the session calls -----------------------------------------------------------------
 
     async def run(self) -> None:
-        sender = self._connect(ANSWER_TIMEOUT_S)
-        reader = self._connect(BLOCK_S + ANSWER_TIMEOUT_S)
+        sender = self._connect(self._endpoint.stream, ANSWER_TIMEOUT_S)
+        reader = self._connect(self._reply_key, BLOCK_S + ANSWER_TIMEOUT_S)
         try:
             await together(self._send_forever(sender), self._read_forever(reader))
         finally:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(sender.unlink(self._reply_key), _CLOSE_S)
+                await asyncio.wait_for(reader.unlink(self._reply_key), _CLOSE_S)
             for client in (sender, reader):
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(client.aclose(), _CLOSE_S)
@@ -124,7 +127,9 @@ class RedisLink:
         if self.trouble is not None:
             return self._unreachable(self.trouble).message
         groups = self._put(_Command(("XINFO", "GROUPS", self._endpoint.stream)))
-        misled = self._put(_Command(("EXISTS", f"embedstream.reply.{call.id}")))
+        misled = None
+        if not self._endpoint.cluster:  # there it may lie on a node that nobody talks to
+            misled = self._put(_Command(("EXISTS", f"embedstream.reply.{call.id}")))
         with contextlib.suppress(asyncio.TimeoutError):
             found = await asyncio.wait_for(asyncio.shield(groups.answer), _EXPLAIN_S)
             # Without the right to ask, this says nothing.
@@ -134,12 +139,14 @@ class RedisLink:
                     f"no service reads the stream {self._endpoint.stream} at {self._endpoint.address}: "
                     "check that one runs, and its address"
                 )
+            if misled is None:
+                return _BUSY
             if await asyncio.wait_for(asyncio.shield(misled.answer), _EXPLAIN_S) == 1:
                 return (
                     "the service refused the reply stream and answered elsewhere: set reply_prefix in "
                     "the address to a prefix that its reply_prefixes allow"
                 )
-        return "the service is busy or stopped: allow more time, or look at its log"
+        return _BUSY
 
     # --- sending --------------------------------------------------------------------------------
 
@@ -163,7 +170,7 @@ class RedisLink:
                         pipe.execute_command(*command.args)
                     answers = await pipe.execute(raise_on_error=False)
                 for answer in answers:
-                    _check_server(answer)
+                    self._check_server(answer)
             except Exception as error:  # noqa: BLE001  redis-py, the socket, TLS: all mean no server
                 _note(error)
                 await self._sender_failed(client, batch, error)
@@ -189,7 +196,7 @@ class RedisLink:
         self.trouble = error
         with contextlib.suppress(Exception):
             await client.connection_pool.disconnect()
-        if _denied(error):
+        if self._is_denied(error):
             for command in batch:
                 command.resolve(error)
                 if command.call is not None:
@@ -254,7 +261,7 @@ class RedisLink:
             answers = await pipe.execute(raise_on_error=False)
         found = answers[-1]
         if isinstance(found, Exception):
-            _check_server(found)
+            self._check_server(found)
             raise _Refused(found)
         self.trouble = None
         if not found:
@@ -274,47 +281,34 @@ class RedisLink:
                 call.sent = False
                 self.send(call)
 
+    def _check_server(self, answer: Any) -> None:
+        """Raises an answer that a connection made anew would not be given."""
+        if isinstance(answer, Exception) and (
+            _wrong_server(answer) or (self._endpoint.cluster and _moved(answer))
+        ):
+            raise answer
+
+    def _is_denied(self, error: Exception) -> bool:
+        return _denied(error) and not (self._endpoint.cluster and _moved(error))
+
     # --- connections ----------------------------------------------------------------------------
 
-    def _connect(self, timeout_s: float) -> Any:
-        import redis.asyncio as redis
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-
-        endpoint = self._endpoint
-        options: dict[str, Any] = {}
-        if endpoint.tls:
-            options = {
-                "ssl": True,
-                "ssl_ca_certs": endpoint.ssl_ca_certs,
-                "ssl_certfile": endpoint.ssl_certfile,
-                "ssl_keyfile": endpoint.ssl_keyfile,
-                "ssl_check_hostname": endpoint.ssl_check_hostname,
-            }
-        return redis.Redis(
-            host=endpoint.host,
-            port=endpoint.port,
-            db=endpoint.db,
-            username=endpoint.username,
-            password=endpoint.password,
-            socket_connect_timeout=CONNECT_TIMEOUT_S,
-            socket_timeout=timeout_s,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=1,
-            protocol=2,
-            decode_responses=False,
-            **options,
+    def _connect(self, key: str, timeout_s: float) -> Any:
+        return connect(
+            self._endpoint,
+            key,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            socket_timeout_s=timeout_s,
         )
 
     def _unreachable(self, error: Exception | None) -> Unreachable:
         """One line, without anything that was sent."""
         what = "no answer in time" if error is None else type(error).__name__
         where = self._endpoint.address
-        if error is None or not _denied(error):
+        if error is None or not self._is_denied(error):
             text, retryable = f"Redis at {where} cannot be used ({what}): check that it runs", True
-        elif type(error).__name__ in ("MovedError", "AskError") or str(error).startswith("MOVED"):
-            text = f"Redis at {where} is one node of a cluster, which this client does not speak"
+        elif _moved(error):
+            text = f"Redis at {where} is one node of a cluster: add cluster=true to the address"
             retryable = False
         else:
             text = f"Redis at {where} refuses this client ({what}): check user, password and its rights"
@@ -336,9 +330,8 @@ def _wrong_server(error: Exception) -> bool:
     return type(error).__name__ in _WRONG_SERVER_TYPES or str(error).startswith(_WRONG_SERVER)
 
 
-def _check_server(answer: Any) -> None:
-    if isinstance(answer, Exception) and _wrong_server(answer):
-        raise answer
+def _moved(error: Exception) -> bool:
+    return type(error).__name__ in _MOVED or str(error).startswith(("MOVED", "ASK "))
 
 
 def _denied(error: Exception) -> bool:

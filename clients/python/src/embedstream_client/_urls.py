@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 REQUESTS = "embedstream.requests"
+REDIS_PORT, SENTINEL_PORT = 6379, 26379
 REPLY_TOPIC = "embedstream.replies"
 REPLY_PREFIX = "embedstream.replies."
 """A client's reply stream is this and 32 random characters; the service allows `embedstream.*`."""
@@ -21,6 +22,9 @@ REPLY_PREFIX = "embedstream.replies."
 class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A Redis (6.2 or newer) or Valkey server and the stream that the service reads.
 
+    nodes         further sentinels or nodes of a cluster, ``host:port``
+    sentinel      host and nodes are sentinels, and this is what they call the service
+    cluster       host and nodes are nodes of a Redis Cluster
     reply_prefix  start of this client's reply stream; change it only if the operator allows replies
                   elsewhere
     """
@@ -35,6 +39,11 @@ class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_check_hostname: bool = True
+    nodes: tuple[str, ...] = ()
+    sentinel: str | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = None
+    cluster: bool = False
     stream: str = REQUESTS
     reply_prefix: str = REPLY_PREFIX
 
@@ -44,7 +53,13 @@ class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def address(self) -> str:
         """Without user and password: fit for messages."""
-        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.db}"
+        where = ",".join([f"{self.host}:{self.port}", *self.nodes])
+        return f"{'rediss' if self.tls else 'redis'}://{where}/{self.db}"
+
+    def servers(self) -> list[tuple[str, int]]:
+        """Host and port of every server that is named."""
+        more = [node.rpartition(":") for node in self.nodes]
+        return [(self.host, self.port), *((host, int(port)) for host, _, port in more)]
 
     def __repr__(self) -> str:
         return f"RedisEndpoint({self.address}, stream={self.stream})"
@@ -90,6 +105,8 @@ def parse_url(url: str) -> Endpoint:
 
     - ``redis://[user:password@]host[:port][/db][?stream=name]``, ``rediss://`` for TLS; a path that
       is no number is the stream: ``redis://host/embedstream.requests``
+    - ``redis://host:port,host:port/...?sentinel=NAME``: the hosts are sentinels; ``?cluster=true``: nodes
+      of a Redis Cluster
     - ``kafka://host[:port][,host:port][/topic][?reply_topic=name]``
 
     Every other field of `RedisEndpoint` and `KafkaEndpoint` is a parameter of the query.
@@ -109,17 +126,21 @@ def parse_url(url: str) -> Endpoint:
 
 def _redis(parts: SplitResult) -> RedisEndpoint:
     try:
-        port = parts.port
+        each = [urlsplit(f"//{one}") for one in parts.netloc.rpartition("@")[2].split(",")]
+        (host, port), *others = [(one.hostname, one.port) for one in each]
     except ValueError:
         raise ValueError(
             "redis: the port is no number from 1 to 65535 (write a '/', '@' or ':' in a password as "
             "%2F, %40 or %3A)"
         ) from None
     values: dict[str, Any] = {"tls": parts.scheme == "rediss"}
-    if parts.hostname:
-        values["host"] = parts.hostname
-    if port is not None:
-        values["port"] = port
+    default = SENTINEL_PORT if "sentinel=" in parts.query else REDIS_PORT
+    if host:
+        values["host"] = host
+    if port is not None or default != REDIS_PORT:
+        values["port"] = default if port is None else port
+    if others:
+        values["nodes"] = tuple(f"{h or 'localhost'}:{p or default}" for h, p in others)
     if parts.username:
         values["username"] = unquote(parts.username)
     if parts.password is not None:
@@ -129,7 +150,15 @@ def _redis(parts: SplitResult) -> RedisEndpoint:
         values["db"] = int(path)
     elif path:
         values["stream"] = path
-    return _convert(parts, values, RedisEndpoint)
+    endpoint = _convert(parts, values, RedisEndpoint)
+    if endpoint.cluster and (endpoint.sentinel is not None or endpoint.db):
+        raise ValueError("redis: a cluster has no sentinels, and database 0 only")
+    if others and not endpoint.cluster and endpoint.sentinel is None:
+        raise ValueError(
+            "redis: several hosts: add sentinel=NAME when they are sentinels, or cluster=true when they "
+            "are nodes of a cluster"
+        )
+    return endpoint
 
 
 def _kafka(parts: SplitResult) -> KafkaEndpoint:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.crc import key_slot
 
 from pipeline.transports.broker_names import reply_to_error
 from pipeline.transports.files.options import FileOptions
@@ -14,6 +15,7 @@ from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.options import SECRET_FIELDS, bounds, declared
 from pipeline.transports.redis.options import RedisOptions
+from pipeline.transports.redis_list.options import RedisListOptions
 from pipeline.transports.registry import KINDS, Kind, parse_url
 
 REQUIRED: dict[Any, dict[str, Any]] = {KafkaOptions: {"bootstrap": "h:1"}}
@@ -175,6 +177,51 @@ def test_a_number_as_the_path_of_a_redis_address_is_the_database() -> None:
     assert parse_url("redis://h/3?stream=jobs") == parse_url("redis://h/jobs?db=3") == both
     assert parse_url("redis://h/jobs/3") == RedisOptions(host="h", stream="jobs/3")
     assert parse_url("redis://h?stream=3") == RedisOptions(host="h", stream="3")
+
+
+def test_several_servers_in_a_redis_address() -> None:
+    """Sentinels and nodes of a cluster; each has the port of its kind unless it says another."""
+    behind = parse_url("redis://u:p@a,b:7,[::1]:8/jobs?sentinel=main&sentinel_password=s")
+    assert isinstance(behind, RedisOptions)
+    assert behind.servers() == [("a", 26379), ("b", 7), ("::1", 8)]
+    assert (behind.sentinel, behind.stream, behind.username) == ("main", "jobs", "u")
+    assert "'s'" not in repr(behind)
+    nodes = parse_url("rediss-list://a,b/jobs?cluster=true")
+    assert isinstance(nodes, RedisListOptions)
+    assert nodes.servers() == [("a", 6379), ("b", 6379)] and nodes.tls and nodes.cluster
+    assert nodes.address == "rediss-list://a:6379,b:6379"
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("redis://a,b/s", "sentinel=NAME.*cluster=true"),
+        ("redis://a,b/3?cluster=true", "database 0 only"),
+        ("redis://a,b/s?cluster=true&sentinel=m", "remove one"),
+        ("redis://a,b:0x/s?cluster=true", "the port is no number"),
+        ("redis://a/s?nodes=b&cluster=true", "host:port"),
+        ("redis://a,/s?cluster=true&nodes=x:1", "given twice"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(url: str, named: str) -> None:
+    """K14"""
+    with pytest.raises(ValueError, match=named):
+        parse_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "tag"),
+    [
+        ("redis-list://h/jobs", "{jobs}:"),
+        ("redis-list://h/%7Bteam%7Djobs", "{team}:{team}jobs:"),
+    ],
+)
+def test_the_keys_of_a_list_lie_in_one_slot(url: str, tag: str) -> None:
+    """A cluster moves an element in one step only within a slot."""
+    options = parse_url(url)
+    assert isinstance(options, RedisListOptions) and options.own_prefix == tag
+    own = (options.consumers, options.attempts, options.processing("me"), options.key)
+    assert len({key_slot(name.encode()) for name in own}) == 1
 
 
 @pytest.mark.parametrize("url", ["redis://h/3/jobs", "redis://h/20260101"])
