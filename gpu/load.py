@@ -85,6 +85,7 @@ class RunnerFactory:
             causal=None if settings.causal == "auto" else settings.causal,
             trust_remote_code=settings.trust_remote_code,
             ignore_keys=settings.ignore_keys,
+            offline=self.offline,
         )
 
     def _load(self) -> Runner:

@@ -53,7 +53,8 @@ def embed_fields(
         known = ", ".join(dict.fromkeys(POOLINGS.values()))
         raise ModelLoadError(f"pooling = {pooling!r} is not one of {known}")
     architecture = str((config.get("architectures") or [""])[0])
-    if modules.pooling is None and not modules.described and "For" in architecture:
+    named = modules.described or pooling is not None
+    if modules.pooling is None and not named and "For" in architecture:
         if architecture.endswith("ForMaskedLM"):
             raise ModelLoadError(
                 f"{folder}: {architecture} without modules.json says nothing about its vectors: for a "

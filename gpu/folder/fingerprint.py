@@ -28,10 +28,6 @@ _MEANING = (
     "position_offset", "labels", "score_activation", "label_activation", "prompts",
     "default_prompt_name",
 )  # fmt: skip
-TOKENIZER_FILES = (
-    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model",
-    "spiece.model",
-)  # fmt: skip
 _BUFFERS = r"(^|\.)(position_ids|rotary_emb\.inv_freq|token_type_ids)$"
 # As in `gpu.forward.weights`: a base model reads neither BERT's pooler nor heads of pre-training.
 _HEADS = (
@@ -97,6 +93,8 @@ def fingerprint_of(
     for name in ("pairs", "label_head", "causal"):  # only some models have these
         if meaning.get(name) is not None:
             parts[name] = repr(meaning[name])
+    if (adapter := meaning.get("adapter")) is not None:
+        parts["adapter"] = [adapter.meaning, file_sha256(adapter.weights)]
     if meaning.get("vision") is not None:
         parts["vision"] = meaning["vision"]
     for name in ("sparse", "multivector"):

@@ -209,6 +209,36 @@ ROWS: dict[str, dict[str, Any]] = {
         "honoured": "true_token_id false_token_id",
         "only": {"module_input_name": ((None, "causal_logits"), "")},
     },
+    "adapter_config.json": {
+        "library": "peft",
+        "honoured": """base_model_name_or_path r lora_alpha target_modules exclude_modules rank_pattern
+            alpha_pattern use_rslora use_dora fan_in_fan_out layers_to_transform layers_pattern bias
+            lora_bias""",
+        "inert": """inference_mode lora_dropout peft_version revision auto_mapping task_type
+            megatron_config megatron_core qalora_group_size runtime_config""",
+        "only": {
+            "peft_type": (("LORA",), "merge it with its own library, and serve the result"),
+            "init_lora_weights": (
+                (True, False, "gaussian", None),
+                "that start changes the base model's weights too; merge it with its own library",
+            ),
+            **{
+                name: (values, _NOT_YET + "; merge it with peft, and serve the result")
+                for values, names in (
+                    (
+                        (None,),
+                        """layer_replication eva_config corda_config arrow_config kasa_config
+                        lora_ga_config monteclora_config velora_config use_bdlora
+                        alora_invocation_tokens trainable_token_indices target_parameters""",
+                    ),
+                    ((None, []), "modules_to_save"),
+                    ((None, {}), "loftq_config"),
+                    (_OFF, "use_qalora ensure_weight_tying"),
+                )
+                for name in names.split()
+            },
+        },
+    },
     "model2vec config.json": {
         "library": "model2vec",
         "honoured": "model_type normalize max_length architectures",

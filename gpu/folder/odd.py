@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpu.faults import ModelLoadError
-from gpu.folder.modules import read_json
 from gpu.folder.stored import ADAPTER
 
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
@@ -21,12 +20,7 @@ def refuse_odd(folder: Path) -> None:
     if any((folder / name).is_file() for name in ("config.json", "modules.json")):
         return
     if (folder / ADAPTER).is_file():
-        base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "its base model"
-        raise ModelLoadError(
-            f"{folder}: an adapter without its base model; merge it into {base} (peft: "
-            "`PeftModel.from_pretrained(base, folder).merge_and_unload()`, then `save_pretrained`) and "
-            "serve the result"
-        )
+        return
     if what := _other_format(folder):
         raise ModelLoadError(f"{folder}: {what}")
 

@@ -327,11 +327,12 @@ def _queries(transformer: Path, st_config: Mapping[str, Any], pylate: bool) -> d
 
 
 def _expansion_token(transformer: Path, named: str | None) -> int:
-    """Id of the token that queries are filled with: the named one, else the tokenizer's mask token."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        if named is None:
-            value = read_json(transformer / file).get("mask_token")
-            named = value.get("content") if isinstance(value, Mapping) else value
+    """Id of the token that queries are filled with: the named one, else the tokenizer's mask or end token."""
+    for token in ("mask_token", "eos_token"):  # PyLate's order: encoders have the first
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            if named is None:
+                value = read_json(transformer / file).get(token)
+                named = value.get("content") if isinstance(value, Mapping) else value
     found = vocabulary(transformer).get(str(named))
     if found is None:
         raise ModelLoadError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
+from gpu.folder.adapter import read_adapter, tokenizer_folder
 from gpu.folder.config_keys import READ_BY_TYPE
 from gpu.folder.decoders import (
     attention_notes,
@@ -61,16 +62,18 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     """A text model with a transformer: embedder, scorer, or a language model read as one."""
     keys = KeyReader(folder, said.ignore_keys)
     modules = read_modules(folder, keys)
-    transformer = modules.transformer
-    config = read_json(transformer / "config.json", required=True)
+    adapter = read_adapter(modules.transformer, keys, offline=said.offline)
+    transformer = tokenizer_folder(modules.transformer, adapter)
+    weights = transformer if adapter is None else adapter.base
+    config = read_json(weights / "config.json", required=True)
     architecture = str((config.get("architectures") or [""])[0])
     if odd := odd_architecture(folder, architecture):
         raise ModelLoadError(odd)
     family = _family(folder, config, architecture, said)
-    if not weight_files(transformer):
-        raise ModelLoadError(no_weights(transformer))
-    check_files(transformer)
-    calls = _check_keys(folder, transformer, config, family, keys)
+    if not weight_files(weights):
+        raise ModelLoadError(no_weights(weights))
+    check_files(weights)
+    calls = _check_keys(folder, transformer, weights, config, family, keys)
     common: dict[str, Any] = {
         "folder": folder,
         "transformer": transformer,
@@ -84,6 +87,7 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
         ),
         "calls": calls,
         "causal": said.causal,
+        "adapter": adapter,
     }
     notes = check_folder_code(folder, config, family, architecture, said)
     st_config = read_json(folder / "config_sentence_transformers.json")
@@ -132,8 +136,14 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     answer["notes"] = (
         *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
     )  # fmt: skip
+    if adapter is not None:
+        if common.get("label_head") is not None:
+            raise ModelLoadError(
+                f"{folder}: label tokens are read off the base model's weights; merge the adapter first"
+            )
+        answer["notes"] = (*answer["notes"], f"an adapter is merged into {adapter.base.name}")
     answer["fingerprint"] = fingerprint_of(
-        transformer,
+        weights,
         dense=answer.get("dense", ()),
         meaning=common | answer,
         config=keys.meaning(head=answer["head"]),
@@ -142,15 +152,20 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
 
 
 def _check_keys(
-    folder: Path, transformer: Path, config: Mapping[str, Any], family: Family, keys: KeyReader
+    folder: Path,
+    transformer: Path,
+    weights: Path,
+    config: Mapping[str, Any],
+    family: Family,
+    keys: KeyReader,
 ) -> Calls:
     """Every key of the files that say how texts become ids and ids become states."""
     if not family.remote and family.model_type in READ_BY_TYPE:
-        keys.check_config(transformer / "config.json", config, family.model_type)
+        keys.check_config(weights / "config.json", config, family.model_type)
     check_shared_files(folder, transformer, keys)
     if not isinstance(config.get("vocab_size"), int):
         raise ModelLoadError(
-            f"{transformer / 'config.json'}: vocab_size = {config.get('vocab_size')!r} is no number; "
+            f"{weights / 'config.json'}: vocab_size = {config.get('vocab_size')!r} is no number; "
             "it bounds the token ids that a request may send"
         )
     return read_calls(folder, transformer, keys)

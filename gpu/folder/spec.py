@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu.folder.adapter import Adapter
 from gpu.folder.families import LAST_TOKEN_HEADS, Family
 from gpu.folder.modules import DenseSpec
 from gpu.folder.outputs import OUTPUTS, SparseSpec, SpladeSpec, TokenVectorSpec
@@ -26,6 +27,7 @@ class Overrides:
 
     prompts are added to the folder's. causal: whether a decoder attends to earlier tokens only.
     rerank_template, label_tokens: see `gpu.folder.rerankers`. ignore_keys: see `gpu.folder.keys`.
+    offline: the base model of an adapter is not fetched.
     """
 
     pooling: str | None = None
@@ -38,13 +40,15 @@ class Overrides:
     causal: bool | None = None
     trust_remote_code: bool = False
     ignore_keys: tuple[str, ...] = ()
+    offline: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What a folder says. Paths are local; sizes in tokens or in elements.
 
-    folder: the model folder; transformer: where config.json and the weights are (may be the same).
+    folder: the model folder; transformer: where tokenizer, config.json and weights are (may be the same);
+    adapter: what is merged into the weights, which then lie in its base's folder.
     head: the model has a `*ForSequenceClassification` head.
     score_activation / label_activation: "sigmoid", "softmax" or "identity", applied once, by us.
     allowed_dimensions: sizes a vector may be cut to, ascending; None: only the native one.
@@ -84,6 +88,7 @@ class ModelSpec:
     multivector: TokenVectorSpec | None = None
     calls: Calls = field(default_factory=Calls)
     honoured: tuple[str, ...] = ()
+    adapter: Adapter | None = None
 
     @property
     def has_mlm_head(self) -> bool:
@@ -105,4 +110,9 @@ class ModelSpec:
     @property
     def weights(self) -> list[Path]:
         """Weight files of the transformer, safetensors first."""
-        return weight_files(self.transformer)
+        return weight_files(self.weights_folder)
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where config.json and the weights lie: the base model's folder for an adapter."""
+        return self.transformer if self.adapter is None else self.adapter.base

@@ -15,6 +15,10 @@ from typing import Any
 from gpu.faults import ModelLoadError
 
 ADAPTER = "adapter_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model",
+    "spiece.model",
+)  # fmt: skip
 # Numbers as they are; integer tensors are counters such as position_ids. safetensors' own names.
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _COUNTERS = frozenset({"I64", "I32", "BOOL", "U8"})

@@ -19,6 +19,7 @@ from gpu.folder.decoders import is_reward
 from gpu.folder.fingerprint import refused_pickle
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.spec import ModelSpec
+from gpu.forward.lora import merged
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
 from gpu.forward.wrappers import wrap
@@ -76,7 +77,7 @@ def load_model(
             model, report = load_nvembed(spec, dtype)
         else:
             model, report = auto.from_pretrained(
-                str(spec.transformer),
+                str(spec.weights_folder),
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=not pickled,
@@ -90,6 +91,8 @@ def load_model(
             f"{spec.transformer}: transformers cannot load it: {type(error).__name__}: {first_line}"
         ) from error
     notes = _check_keys(spec, report)
+    if spec.adapter is not None:
+        model = merged(model, spec.adapter)
     if spec.causal is not None:
         model.config.is_causal = spec.causal
     model.eval().requires_grad_(False)

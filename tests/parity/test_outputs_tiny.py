@@ -91,7 +91,8 @@ EXPANDED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modernbert": ("modernbert", "pylate", {"query_length": 24}),
     "xlm-roberta": ("xlm-roberta", "st", FIXED),
     "mpnet": ("mpnet", "st", FIXED),
-    "qwen3": ("qwen3", "st", {**FIXED, "token": "a"}),
+    "qwen3": ("qwen3", "st", FIXED),
+    "token": ("bert", "st", {**FIXED, "token": "a"}),
 }
 
 

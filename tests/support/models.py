@@ -293,6 +293,33 @@ def write_model(
     return folder
 
 
+def write_adapter(folder: Path, base: Path, **lora: Any) -> Path:
+    """A LoRA adapter to the model folder `base`, far from zero, with the base's other files."""
+    import shutil
+
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel
+
+    shutil.copytree(base, folder)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    wanted: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["query", "value", "dense"],
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = LoraConfig(task_type="FEATURE_EXTRACTION", **(wanted | lora))
+        model = get_peft_model(AutoModel.from_pretrained(base), config)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter.data, std=0.2)
+        model.save_pretrained(folder)
+    return folder
+
+
 def write_tokenizer(
     folder: Path, tokenizer: Any, names: dict[str, str], *, segments: bool = False
 ) -> None:

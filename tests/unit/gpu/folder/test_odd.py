@@ -80,7 +80,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a `pytorch_model.bin` in a folder": (pickles, "allow_pickle = true"),
     "a `pytorch_model.bin` on the hub": (hub_pickles, "allow_pickle = true"),
     "TensorFlow, Flax, OpenVINO": (tensorflow, "TensorFlow weights alone; take a revision"),
-    "an adapter alone": (adapter, "an adapter without its base model; merge it into a/base"),
+    "an adapter whose base model is not at hand": (adapter, "an adapter to a/base, which is not at hand"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
     'model type `new`': (new_type, "take a repository of the type `gte`, or read that code"),
     "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
