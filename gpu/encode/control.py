@@ -72,7 +72,18 @@ class ControlTokens:
         parts = [self._replacements.get(int(i), np.asarray([i], dtype=np.int32)) for i in ids]
         return np.concatenate(parts).astype(np.int32, copy=False)
 
-    def split_prompt(self, name: str, prompt: str) -> tuple[Int32, str]:
+    def constant(self, text: str) -> Int32:
+        """Ids of the owner's text behind a sender's. It has to start with a control token that strips
+        nothing, so that the two never join. Raises `ModelLoadError`."""
+        first = re.match(self._pattern(), text) if self._added else None
+        if text and (first is None or self._added[first.group()][1]):
+            raise ModelLoadError(
+                "the folder's chat template goes on behind a text without a control token, so the two would "
+                "be tokenized as one; that is not supported"
+            )
+        return self._parsed(text)
+
+    def split_prompt(self, name: str | None, prompt: str) -> tuple[Int32, str]:
         """(ids up to the last control token, the text behind it, which meets the sender's text).
 
         Raises `ModelLoadError` when tokenizing the two apart would give other ids than the library's.

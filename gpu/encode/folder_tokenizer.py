@@ -16,6 +16,7 @@ from typing import Any
 from gpu.encode.template import learn_template
 from gpu.encode.text import EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
+from gpu.folder.chat import rendered_chat
 from gpu.folder.modules import read_json
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.odd import odd_tokenizer
@@ -64,7 +65,14 @@ def load_encoder(
     if spec.calls.lower_case:
         _lower_case_first(fast)
     always = spec.model_type == NVEMBED
-    if (spec.family.causal or always) and (
+    if spec.chat is not None:
+        spec = dataclasses.replace(
+            spec,
+            chat=rendered_chat(spec.chat, spec.prompts, outer),
+            include_prompt=True,  # its library loses track of a prompt inside a template
+            notes=(*spec.notes, "texts go through the folder's chat template"),
+        )
+    elif (spec.family.causal or always) and (
         note := _close_with_end_token(fast, spec.transformer, always=always)
     ):
         spec = dataclasses.replace(spec, notes=(*spec.notes, note))

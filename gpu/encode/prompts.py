@@ -7,6 +7,9 @@ prompt that a request spells out is text like any other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from gpu.batch import Int32
@@ -23,16 +26,22 @@ class Prompts:
 
     def __init__(self, spec: ModelSpec, control: ControlTokens) -> None:
         self._spec = spec
-        self._split = {
-            name: control.split_prompt(name, prompt) for name, prompt in spec.prompts.items()
-        }
+        written: Mapping[Any, str] = spec.prompts if spec.chat is None else spec.chat.before
+        self._split = {name: control.split_prompt(name, text) for name, text in written.items()}
 
-    def as_lists(self) -> dict[str, list[int]]:
+    def as_lists(self) -> Any:
         """Name -> ids that stand for its beginning; what the fingerprint must know."""
+        if self._spec.chat is not None:
+            return [[name, lead.tolist(), rest] for name, (lead, rest) in self._split.items()]
         return {name: lead.tolist() for name, (lead, _) in self._split.items()}
 
     def text(self, request: EmbedRequest | ClassifyRequest) -> str | None:
         """The prompt to put before each text; None when there is none. Raises `Unsupported`."""
+        if request.prompt is not None and self._spec.chat is not None:
+            raise Unsupported(
+                "this model's prompts stand inside a chat template; name one in `prompt_name`",
+                path="$.prompt",
+            )
         if request.prompt is not None:
             return request.prompt
         known = self._spec.prompts
@@ -50,6 +59,9 @@ class Prompts:
     def lead(self, name: str | None, prompt: str | None) -> tuple[Int32, str | None]:
         """The ids of a prompt up to its last control token, and the text that is left; of a ColBERT
         model also the token that stands for a prompt's beginning."""
+        if self._spec.chat is not None:
+            lead, rest = self._split[name]
+            return lead, rest or None
         multivector = self._spec.multivector
         for known, token, text in () if multivector is None else multivector.prefix_ids:
             if known == name and prompt is not None and prompt.startswith(text):

@@ -103,6 +103,11 @@ class TextEncoder:
         )
         description = json.loads(tokenizer.to_str())
         self._control = ControlTokens(tokenizer, description["model"])
+        self._strip = spec.chat is not None and spec.chat.strip
+        if spec.chat is not None:
+            plain = learn_template(tokenizer, special_tokens=False)
+            behind = self._control.constant(spec.chat.after)
+            self._template = dataclasses.replace(plain, suffix=behind)
         notes = spec.notes
         if self._control.spelled:
             told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
@@ -147,8 +152,13 @@ class TextEncoder:
     def measure(self, request: EmbedRequest) -> tuple[str, str, int]:
         """The tokenizer as JSON, the prompt that goes before each text of such a request, and the
         tokens that are left beside it and the special ones. Raises `Unsupported`."""
-        prompt = self._prompt(request) or ""
-        around = self._template.n_single + len(self._batch([prompt], add_special_tokens=False)[0])
+        prompt, around = self._prompt(request) or "", self._template.n_single
+        if self.spec.chat is not None:
+            lead, rest = self._prompts.lead(
+                request.prompt_name or self.spec.default_prompt_name, None
+            )
+            prompt, around = rest or "", around + len(lead)
+        around += len(self._batch([prompt], add_special_tokens=False)[0])
         return self._tokenizer.to_str(), prompt, self.limit - around
 
     def _plan(self, request: AnyRequest, texts: list[str]) -> _Plan | EmbedstreamError:
@@ -189,7 +199,7 @@ class TextEncoder:
             plan.lead, prompt = self._prompts.lead(name, prompt)
         for item in request.input:
             if isinstance(item, Text):
-                add((prompt or "") + item.text)
+                add((prompt or "") + (item.text.strip() if self._strip else item.text))
         if prompt and plan.texts:
             plan.prompt_at = len(texts)
             texts.append(prompt)

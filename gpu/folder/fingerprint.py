@@ -90,7 +90,7 @@ def fingerprint_of(
         parts["positions"] = known.get("max_position_embeddings")
     if meaning.get("head"):
         parts["pad"] = known.get("pad_token_id")  # some heads look for it
-    for name in ("pairs", "label_head", "causal"):  # only some models have these
+    for name in ("pairs", "label_head", "causal", "chat"):  # only some models have these
         if meaning.get(name) is not None:
             parts[name] = repr(meaning[name])
     if (adapter := meaning.get("adapter")) is not None:

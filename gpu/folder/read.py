@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu.faults import ModelLoadError
 from gpu.folder.adapter import read_adapter, tokenizer_folder
+from gpu.folder.chat import read_chat
 from gpu.folder.config_keys import READ_BY_TYPE
 from gpu.folder.decoders import (
     attention_notes,
@@ -88,6 +89,7 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
         "calls": calls,
         "causal": said.causal,
         "adapter": adapter,
+        "chat": read_chat(folder, transformer, pools=modules.pooling is not None),
     }
     notes = check_folder_code(folder, config, family, architecture, said)
     st_config = read_json(folder / "config_sentence_transformers.json")

@@ -42,7 +42,7 @@ def declared_prompt(
         return pair_prompt(setting)
     bert_config = read_sentence_bert(transformer)
     message = (bert_config.get("modality_config") or {}).get("message")
-    chat_template = _chat_template(transformer)
+    chat_template = chat_template_of(transformer)
     if scoring_decoder and not message and _has_pair_roles(chat_template):
         return PairPrompt("chat", chat_template=chat_template, chat_options={"format": "auto"})
     if not message or not _is_cross_encoder(folder):
@@ -74,7 +74,7 @@ def _is_cross_encoder(folder: Path) -> bool:
     return st_config.get("model_type") == "CrossEncoder"
 
 
-def _chat_template(folder: Path) -> str | None:
+def chat_template_of(folder: Path) -> str | None:
     """The folder's chat template; of several, the one named "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -197,7 +197,7 @@ def _render(prompt: PairPrompt, tokenizer: Any, *, with_system: bool, pad: str) 
         )
     try:
         return str(
-            tokenizer.apply_chat_template(
+            tokenizer.applychat_template_of(
                 messages, chat_template=prompt.chat_template, tokenize=False, **options
             )
         )

@@ -97,18 +97,13 @@ def read_calls(folder: Path, transformer: Path, keys: KeyReader) -> Calls:
 def _check_modalities(folder: Path, path: Path, modalities: Any) -> None:
     """Text goes in as text, and the last hidden states (or a head's logits) come out."""
     for name, how in (modalities or {}).items():
-        if name == "message":
-            if not _is_cross_encoder(folder):
-                raise ModelLoadError(
-                    f"{path}: modality_config.message: its library puts every text through the folder's "
-                    "chat template, which is not computed here for embeddings; remove that entry if the "
-                    "model was trained on plain text"
-                )
-        elif name == "text":
+        if name == "message" and _is_cross_encoder(folder):
+            continue
+        if name in ("message", "text"):
             odd = not isinstance(how, Mapping) or how.get("method") != "forward"
             if odd or how.get("method_output_name") not in _OUTPUTS:
                 raise ModelLoadError(
-                    f"{path}: modality_config.text = {how!r} is not supported; supported is the method "
+                    f"{path}: modality_config.{name} = {how!r} is not supported; supported is the method "
                     f"forward with {' or '.join(_OUTPUTS)}"
                 )
 

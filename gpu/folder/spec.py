@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.folder.adapter import Adapter
+from gpu.folder.chat import ChatForm
 from gpu.folder.families import LAST_TOKEN_HEADS, Family
 from gpu.folder.modules import DenseSpec
 from gpu.folder.outputs import OUTPUTS, SparseSpec, SpladeSpec, TokenVectorSpec
@@ -55,7 +56,7 @@ class ModelSpec:
     dimensions, pooling: of the dense vector; None: the model has none. pooling: `Pooling` names with "+"
     between them. sparse, multivector: the other
     outputs, computed from the same forward. calls: how texts become ids. honoured: keys of the folder's
-    files that were obeyed, for `embedstream check`.
+    files that were obeyed, for `embedstream check`. chat: every text goes through a chat template.
     """
 
     folder: Path
@@ -89,6 +90,7 @@ class ModelSpec:
     calls: Calls = field(default_factory=Calls)
     honoured: tuple[str, ...] = ()
     adapter: Adapter | None = None
+    chat: ChatForm | None = None
 
     @property
     def has_mlm_head(self) -> bool:

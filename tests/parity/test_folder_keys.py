@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from gpu.batch import pack, scatter
+from gpu.faults import ModelLoadError
 from gpu.load import make_runner_factory
+from schemas.errors import Unsupported
 from schemas.requests import Document, EmbedRequest, RerankRequest, Text
 from tests.support.models import edit_json, write_model
 
@@ -93,6 +95,87 @@ CHAT = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] in ('query', 'document') %}"
     "{{ m['content'] }}{% endif %}{{ '<|endoftext|>' }}{% endfor %}"
 )
+
+
+EMBEDS = (
+    "{% for m in messages %}{{ '<|endoftext|>' + m['role'] + '\n' }}{{ CONTENT }}{{ '<|endoftext|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|endoftext|>assistant:' }}{% endif %}"
+)
+CONTENTS = {
+    "flat": "m['content']",
+    "flat-trim": "m['content'] | trim",
+    "structured": "m['content'][0]['text']",
+}
+
+
+def write_chat(folder: Path, form: str, pooling: str = "lasttoken", **config: object) -> Path:
+    write_model(
+        folder, "qwen3", pooling=pooling, prompts={"query": "Find it"}, include_prompt=False
+    )
+    (folder / "chat_template.jinja").write_text(EMBEDS.replace("CONTENT", CONTENTS[form]))
+    method = {"method": "forward", "method_output_name": "last_hidden_state"}
+    said = {
+        "modality_config": {
+            "text": method, "message": {**method, "format": form.split("-", maxsplit=1)[0]}
+        },
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+        "max_seq_length": 60,
+        **config,
+    }  # fmt: skip
+    edit_json(folder / "sentence_bert_config.json", **said)
+    return folder
+
+
+@pytest.mark.parametrize("form", CONTENTS)
+def test_texts_go_through_the_chat_template_as_the_library_puts_them(
+    tmp_path: Path, form: str
+) -> None:
+    """K18: a user's message, a prompt as the system's; a cut text keeps the template's end."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = write_chat(tmp_path / "m", form, "mean" if form == "flat" else "lasttoken")
+    runner = make_runner_factory("m", folder)()
+    library = SentenceTransformer(str(folder), device="cpu")
+    texts = [*TEXTS, "  spaces around \n"]
+    for prompt in (None, "query"):
+        request = EmbedRequest(
+            id="r", input=tuple(map(Text, texts)), truncate="right", prompt_name=prompt
+        )
+        items = runner.encoder.encode([request])[0].items  # type: ignore[union-attr]
+        batch = pack(items)
+        got = np.stack([outcome.dense for outcome in scatter(batch, runner.forward(batch))])  # type: ignore[union-attr]
+        close(got, np.stack([library.encode([text], prompt_name=prompt)[0] for text in texts]))
+        alone = runner.forward(pack([items[2]]))[0].dense  # type: ignore[union-attr]
+        assert alone.tobytes() == got[2].tobytes()
+    refused = runner.encoder.encode([EmbedRequest(id="r", input=(Text("x"),), prompt="Find")])[0]
+    assert isinstance(refused, Unsupported) and refused.path == "$.prompt"
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "what"),
+    [
+        ("{{ messages[0]['content'] | upper }}", {}, "once and as it is|as a system message"),
+        ("{{ messages[-1]['content'] }} end", {}, "as a system message|without a control token"),
+        (EMBEDS.replace("CONTENT", "m['content']") + "{{ task }}", {}, "reads the task"),
+        ("{{ nothing.at.all }}", {}, "cannot be rendered"),
+        (None, {"do_lower_case": True}, "do_lower_case beside a chat template"),
+        (
+            None,
+            {"processing_kwargs": {"chat_template": {"max_length": 9}}},
+            "max_length beside a chat",
+        ),
+    ],
+)
+def test_a_chat_template_that_cannot_be_taken_apart_is_refused(
+    tmp_path: Path, template: str | None, config: dict[str, object], what: str
+) -> None:
+    """K18"""
+    folder = write_chat(tmp_path / "m", "flat", **config)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelLoadError, match=what):
+        make_runner_factory("m", folder)()
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
