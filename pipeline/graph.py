@@ -33,7 +33,7 @@ from pipeline.indexing.route import IndexingRoutes
 from pipeline.indexing.sinks.registry import is_collection
 from pipeline.model_pool import LoadedModels
 from pipeline.settings.load import RouteSettings, Settings
-from pipeline.transports.registry import Transport
+from pipeline.transports.registry import Transport, parse_url, reading
 from schemas.requests import LANES, TASKS, Lane, Task
 
 
@@ -191,7 +191,7 @@ def build_route(
         name=route.name,
         lane=route.lane,
         source=transport.source,
-        decoder=decoder,
+        decoder=reading(parse_url(route.source), decoder),
         destination=destination,
         sink=transport.sink,
         models=defaults,

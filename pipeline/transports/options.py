@@ -25,6 +25,7 @@ SECRET_FIELDS = frozenset(
         "ssl_password",
         "sasl_oauthbearer_client_secret",
         "sentinel_password",
+        "schema_registry_password",
     }
 )
 """Names that every print of a plan redacts."""

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from actors.ports import Clock, Metrics, Sink, Source
+from actors.route import Decoder
 from pipeline.transports.address import read_address, read_destination, scheme_of
 from pipeline.transports.ask import Asker
 from pipeline.transports.files.options import REPLIES as FILE_REPLIES
@@ -154,6 +155,18 @@ def parse_url(url: str) -> Options:
     """
     kind = kind_of(url)
     return kind.options() if url == STANDARD else read_address(url, kind.options)
+
+
+def reading(options: Options, decoder: Decoder) -> Decoder:
+    """`decoder`, reading what the records of this source hold in the source's own format.
+
+    Raises `ConnectionError` when what that needs is not there.
+    """
+    if isinstance(options, KafkaOptions) and options.schema_registry_url is not None:
+        from pipeline.transports.kafka.schema_registry import Registry, RegistryDecoder
+
+        return RegistryDecoder(decoder, Registry(options))
+    return decoder
 
 
 REPLY = "reply"

@@ -29,6 +29,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.kafka.schema_registry import reach_registry
 from pipeline.transports.kafka.security import client_settings, what_to_check
 
 log = structlog.get_logger(__name__)
@@ -81,6 +82,8 @@ async def survey(
     Raises `ConnectionError` when the cluster cannot be used as configured.
     """
     notices: list[str] = []
+    if consumes:
+        await reach_registry(options)
     try:
         async with asyncio.timeout(options.open_timeout_s), admin_of(options) as admin:
             await _check_advertised(options, admin, notices)

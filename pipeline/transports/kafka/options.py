@@ -172,6 +172,21 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             "has signed (`embedstream sign`)."
         ),
     ] = None
+    schema_registry_url: Annotated[
+        str | None,
+        says(
+            "Records and keys that begin with the magic byte are read by this registry's schemas "
+            "(extra `schema-registry`)."
+        ),
+    ] = None
+    schema_registry_username: Annotated[str | None, says("Login there.")] = None
+    schema_registry_password: Annotated[str | None, says("Login there.")] = None
+    schema_registry_password_file: Annotated[
+        str | None, says("File that holds the password, instead of the option.")
+    ] = None
+    schema_registry_cafile: Annotated[
+        str | None, says("Certificate authorities of the registry, PEM.")
+    ] = None
     security_protocol: Annotated[
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], says("Encryption and login.")
     ] = "PLAINTEXT"
@@ -332,6 +347,16 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
                 if not bearer
                 else "sasl_username is set but sasl_mechanism is OAUTHBEARER: drop one"
             )
+        registry = "schema_registry_password"
+        if _one_of(self, registry, f"{registry}_file", problems) and (
+            self.schema_registry_username is None
+        ):
+            problems.append(f"{registry} is set without schema_registry_username")
+        url = self.schema_registry_url
+        if url is not None and not url.startswith(("https://", "http://")):
+            problems.append("schema_registry_url is no http:// or https:// URL")
+        if url is not None and "@" in url.partition("://")[2].partition("/")[0]:
+            problems.append("schema_registry_url holds a login: give schema_registry_username")
         if self.ssl_certfile is None and self.ssl_keyfile is not None:
             problems.append("ssl_keyfile is set without ssl_certfile: give both or none")
         return problems

@@ -46,7 +46,7 @@ def client_settings(options: KafkaOptions) -> dict[str, Any]:
             settings["sasl_oauth_token_provider"] = _tokens(options)
         else:
             settings["sasl_plain_username"] = options.sasl_username
-            settings["sasl_plain_password"] = _secret(options, "sasl_password")
+            settings["sasl_plain_password"] = secret_of(options, "sasl_password")
     if "SSL" in options.security_protocol:
         settings["ssl_context"] = _ssl_context(options)
     return settings
@@ -65,8 +65,8 @@ def what_to_check(options: KafkaOptions) -> str:
     return f"check {', '.join(checks)}"
 
 
-def _secret(options: KafkaOptions, name: str) -> str | None:
-    """The option `name`, or what the file of the option `name`_file holds."""
+def secret_of(options: KafkaOptions, name: str) -> str | None:
+    """The option `name`, or what the file of `name`_file holds. Raises `ConnectionError`."""
     path: str | None = getattr(options, f"{name}_file")
     if path is None:
         value: str | None = getattr(options, name)
@@ -140,7 +140,7 @@ class _TokenEndpoint(AbstractTokenProvider):  # type: ignore[misc]
         form = {"grant_type": "client_credentials"}
         if options.sasl_oauthbearer_scope is not None:
             form["scope"] = options.sasl_oauthbearer_scope
-        secret = _secret(options, "sasl_oauthbearer_client_secret")
+        secret = secret_of(options, "sasl_oauthbearer_client_secret")
         # RFC 6749, section 2.3.1: both are form-encoded before they are joined.
         pair = ":".join(
             urllib.parse.quote_plus(part or "")
