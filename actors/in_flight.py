@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterator
 
 from actors.admission import Admission
+from actors.answers import Key
 from actors.messages import InFlight
 from actors.ports import Delivery
 from actors.rate import Rate
@@ -25,7 +26,7 @@ class InFlightTable:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._all: dict[InFlight, None] = {}  # oldest first
-        self._by_key: dict[tuple[str, str, str, bytes], InFlight] = {}
+        self._by_key: dict[Key, InFlight] = {}
         self._by_id: dict[str, set[InFlight]] = {}
         self._room = asyncio.Event()
         self._room.set()
@@ -40,7 +41,7 @@ class InFlightTable:
     def __iter__(self) -> Iterator[InFlight]:
         return iter(list(self._all))
 
-    def join(self, key: tuple[str, str, str, bytes], delivery: Delivery) -> InFlight | None:
+    def join(self, key: Key, delivery: Delivery) -> InFlight | None:
         """The running twin of a request, which now also owns `delivery`; None when there is none.
 
         One that was cancelled, expired or failed is no twin: who asks again wants an answer.

@@ -172,6 +172,7 @@ class Ingress:
             self._current = None  # owned by its twin from here
             self._metrics.count("joined_duplicates_total", route=self.route.name)
             return
+        answer = self.route.destination.answered(join_key) if self.route.order == "none" else None
         lane = request.priority or self.route.lane
         while True:
             decision = self._admission.decide(
@@ -198,11 +199,14 @@ class Ingress:
             join_key=join_key,
             labels=self._infos[model].labels,
             payload=decoded.payload,
+            answer=answer,
             ticket=self._egress.line_up(self.route, self.route.order_key(delivery, decoded)),
         )
         self._table.add(in_flight)
         self._current = None  # owned by the table from here
-        if request.n_items:
+        if answer is not None:
+            self._metrics.count("answered_again_total", route=self.route.name)
+        if request.n_items and answer is None:
             await self._tokenizers[model].put(in_flight)
         else:
             in_flight.closed = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from actors.answers import Answer, Key
 from actors.ordering import Ticket
 from actors.ports import Delivery
 from actors.route import Refusal, Route
@@ -37,8 +38,9 @@ class InFlight:
     admitted_at: float
     cost_bytes: int
     deliveries: list[Delivery]
-    join_key: tuple[str, str, str, bytes]
+    join_key: Key
     payload: object = None
+    answer: Answer | None = None
     ticket: Ticket[Outgoing] | None = None
     outcomes: list[ItemOutcome | None] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import structlog
 
+from actors.answers import Answer, Key, RecentAnswers
 from actors.backoff import Backoff
 from actors.ports import (
     Clock,
@@ -125,8 +126,16 @@ async def publish_fitting(
 class ReplyDestination(Destination):
     """Replies, each to its request's `reply_to` or to the sink's default."""
 
-    def __init__(self, sink: Sink, *, split_replies: bool = True, clock: Clock) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        split_replies: bool = True,
+        clock: Clock,
+        recent: RecentAnswers | None = None,
+    ) -> None:
         self._sink = sink
+        self._recent = recent
         self._split = split_replies
         self._clock = clock
         self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="reply-encoder")
@@ -157,18 +166,29 @@ class ReplyDestination(Destination):
         request_id = request.id if request else error.request_id or delivery.default_id
         return self._sink.default_destination(request_id)
 
+    def answered(self, key: Key) -> Answer | None:
+        """See `Destination`."""
+        return None if self._recent is None else self._recent.get(key)
+
     async def deliver(
         self, finished: Finished, info: ModelInfo, retry: Retry
     ) -> Sequence[EmbedstreamError]:
         """Publish the reply; whatever failed is told in it."""
         request = finished.request
+        if finished.answer is not None:
+            headers = reply_headers(
+                request.id, request.content_type, traceparent=request.traceparent
+            )
+            for body in finished.answer.bodies:
+                await self._write(finished.address, request.id, body, headers, None, retry)
+            return ()
         reply = build_reply(
             finished,
             info,
             now=self._clock.monotonic(),
             received_at=finished.deliveries[0].received_at,
         )
-        await self._publish(
+        bodies = await self._publish(
             reply,
             finished.address,
             request.content_type,
@@ -177,6 +197,8 @@ class ReplyDestination(Destination):
             finished.order_key,
             retry,
         )
+        if self._recent is not None and _is_final(finished):
+            self._recent.put(finished.join_key, bodies)
         return ()
 
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
@@ -203,16 +225,16 @@ class ReplyDestination(Destination):
         traceparent: str | None,
         order_key: str | None,
         retry: Retry,
-    ) -> None:
-        headers = reply_headers(reply, content_type, traceparent=traceparent)
+    ) -> tuple[bytes, ...]:
+        """The records that were written."""
+        headers = reply_headers(reply.id, content_type, traceparent=traceparent)
+        written: list[bytes] = []
 
         async def publish(limit_bytes: int | None, reply: Reply | FailureReply = reply) -> None:
             room = None if not self._split else limit_bytes
-            for body in await self._encoded(reply, room, content_type, encoding):
-                write = partial(
-                    self._sink.publish, address, reply.id, body, headers, order_key=order_key
-                )
-                await retry(write, kind_of(address))
+            written[:] = await self._encoded(reply, room, content_type, encoding)
+            for body in written:
+                await self._write(address, reply.id, body, headers, order_key, retry)
 
         smallest = HEADER_ROOM_BYTES + MIN_PART_BYTES if self._split else sys.maxsize
         try:
@@ -227,6 +249,20 @@ class ReplyDestination(Destination):
                 await publish(None, FailureReply(id=reply.id, error=reason))
             except RecordTooLargeForBroker as too_large:
                 raise GaveUp(str(too_large), permanent=True) from too_large
+
+        return tuple(written)
+
+    async def _write(
+        self,
+        address: str,
+        request_id: str,
+        body: bytes,
+        headers: Mapping[str, bytes],
+        order_key: str | None,
+        retry: Retry,
+    ) -> None:
+        write = partial(self._sink.publish, address, request_id, body, headers, order_key=order_key)
+        await retry(write, kind_of(address))
 
     async def _encoded(
         self,
@@ -255,6 +291,12 @@ class ReplyDestination(Destination):
     async def aclose(self) -> None:
         """Stop the encoder thread. The sink is closed by who opened it."""
         self._encode_thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_final(finished: Finished) -> bool:
+    """Would the same request get the same answer, and not a better one?"""
+    failed = any(isinstance(outcome, EmbedstreamError) for outcome in finished.outcomes)
+    return finished.failure is None and not failed
 
 
 def _numbers_in(reply: Reply | FailureReply) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
+from actors.answers import Answer, Key
 from actors.ports import Delivery, Sink, Source
 from gpu.batch import ItemOutcome, ModelInfo
 from schemas.errors import ContentType, EmbedstreamError, UnknownModel
@@ -79,6 +80,8 @@ class Finished(Protocol):
     deliveries          the records that asked: the first was decoded (`key`, `headers`, `body`,
                         `origin` with topic, partition and offset are the original's); others are its
                         twins. Never settled or released by a destination.
+    join_key            what makes a request its twin: id, route, address, digest of the record
+    answer              what the destination has given to its twin before; nothing was computed then
     order_key           on an ordered route: whose order the result keeps
     failure             why the request failed as a whole (no outcomes then), or None
     outcomes            one per item, in the items' order: an `ItemResult` (vectors are finite
@@ -98,6 +101,10 @@ class Finished(Protocol):
     def address(self) -> str: ...
     @property
     def deliveries(self) -> Sequence[Delivery]: ...
+    @property
+    def join_key(self) -> Key: ...
+    @property
+    def answer(self) -> Answer | None: ...
     @property
     def order_key(self) -> str | None: ...
     @property
@@ -189,6 +196,13 @@ class Destination(ABC):
         `request` is None when the record could not be decoded. With None the record is released
         when the error is retryable, and dead-lettered when not.
         """
+
+    def answered(self, key: Key) -> Answer | None:
+        """What it has written for a twin of this request a moment ago, and can write again as it is.
+
+        It then gets the request back in `deliver`, with that answer and without outcomes.
+        """
+        return None
 
     @abstractmethod
     async def deliver(

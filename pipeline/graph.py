@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.admission import Admission, LaneBudget
+from actors.answers import RecentAnswers
 from actors.attempts import Attempts
 from actors.coalescer import Coalescer
 from actors.decoder import WireDecoder
@@ -182,8 +183,12 @@ def build_route(
     defaults = _default_models(settings, route, models.infos)
     limits = settings.limits_for(route)
     decoder: Decoder = WireDecoder(limits)
+    publish = settings.publish
     destination: Destination = ReplyDestination(
-        transport.sink, split_replies=settings.publish.split_replies, clock=clock
+        transport.sink,
+        split_replies=publish.split_replies,
+        clock=clock,
+        recent=RecentAnswers(publish.remember_s, publish.remember_bytes, clock=clock),
     )
     if is_collection(route.destination):
         decoder, destination = indexing.ends(route, defaults.get("embed"), models, limits=limits)

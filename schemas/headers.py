@@ -15,7 +15,6 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from .errors import ContentType, InvalidRequest, UndecodableRecord
-from .results import FailureReply, Reply
 
 CONTENT_TYPE: Final = "content-type"
 REPLY_TO: Final = "reply-to"
@@ -181,12 +180,12 @@ def _traceparent(value: bytes | str | None) -> str | None:
 
 
 def reply_headers(
-    reply: Reply | FailureReply, content_type: ContentType, *, traceparent: str | None = None
+    request_id: str, content_type: ContentType, *, traceparent: str | None = None
 ) -> dict[str, bytes]:
     """Headers of a reply record: content type, request id, and the request's own trace context."""
     headers = {
         CONTENT_TYPE: content_type.encode("ascii"),
-        REQUEST_ID: reply.id.encode("utf-8", "replace"),
+        REQUEST_ID: request_id.encode("utf-8", "replace"),
     }
     if traceparent is not None:
         headers[TRACEPARENT] = traceparent.encode("ascii", "replace")

@@ -58,6 +58,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("dead_letters_total", "Records that were dead-lettered.", "kind"),
     _counter("redelivered_total", "Deliveries that had been handed out before.", "route"),
     _counter("joined_duplicates_total", "Requests answered with a twin in flight.", "route"),
+    _counter("answered_again_total", "Requests answered with a remembered reply.", "route"),
     _counter("tombstones_skipped_total", "Records without a value that were skipped.", "route"),
     _counter("cancel_records_total", "Records that withdraw a request.", "route", "outcome"),
     _histogram("request_seconds", "Receipt to published reply.", SECONDS, "route"),

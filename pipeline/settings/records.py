@@ -195,6 +195,23 @@ class PublishSettings(Record, frozen=True, kw_only=True):
             "otherwise it becomes `record_too_large`."
         ),
     ] = True
+    remember_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="A request that comes again within this time, with the same id, bytes and reply "
+            "destination, is answered with the same bytes and not computed again; 0 remembers nothing.",
+        ),
+    ] = 60.0
+    remember_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**40,
+            description="Replies of one route remembered for it, at most; the oldest go.",
+        ),
+    ] = 32 * 1024 * 1024
 
 
 class AttemptsSettings(Record, frozen=True, kw_only=True):

@@ -284,6 +284,43 @@ async def test_the_same_request_twice_at_once_is_computed_once() -> None:
     assert len(replies) == 1 and len(runner.batches) == 1 and broker.settled == 2
 
 
+async def test_the_same_request_again_gets_the_first_answer() -> None:
+    """F10: after the reply: the same bytes, parts too, without a forward; another body under the same id
+    is another request; what failed is tried again; a restart remembers nothing and computes the same."""
+    metrics, runner = RecordingMetrics(), FakeRunner(poison_id=fake_ids("poison")[0])
+    record = {"id": "same", "input": [f"text number{i}" for i in range(40)], "dimensions": 8}
+    first_body, other_body = msgpack.packb(record), msgpack.packb({**record, "input": "other"})
+    failing = msgpack.packb({"id": "bad", "input": "poison"})
+    async with service(runner, metrics=metrics) as running:
+        broker = running._broker
+
+        async def asked(body: bytes) -> list[Any]:
+            """What came to the one destination once this request is settled."""
+            await broker.put(body, {"reply-to": b"inproc:same"})
+            while broker.unsettled:
+                await asyncio.sleep(0)
+            return broker.replies("inproc:same")
+
+        (first,) = await asked(first_body)
+        n_forwards = len(runner.batches)
+        (again,) = await asked(first_body)
+        assert (again.body, again.headers) == (first.body, first.headers)
+        assert len(runner.batches) == n_forwards
+        assert metrics.counts["answered_again_total"] == 1
+        (another,) = await asked(other_body)
+        other = decode_reply(another.body, another.headers)
+        np.testing.assert_array_equal(vectors(other)[0], fake_vector(fake_ids("other")))
+        n_forwards = len(runner.batches)
+        assert len(await asked(failing)) == len(await asked(failing)) == 1
+        assert len(runner.batches) >= n_forwards + 2
+        assert metrics.counts["answered_again_total"] == 1
+    async with service() as restarted:
+        anew = await ask(restarted, first_body)
+    before = decode_reply(first.body, first.headers)
+    for old, new in zip(vectors(before), vectors(anew), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
 async def test_a_request_sent_again_after_its_cancel_is_answered() -> None:
     """F10: never silence: a withdrawn twin, not yet answered, takes no new delivery with it."""
     gate = threading.Event()

@@ -137,12 +137,12 @@ def test_salvage_leaves_out_what_is_unreadable():
 def test_reply_headers_pass_the_trace_on():
     """I04: each reply carries its own request's traceparent."""
     reply = FailureReply(id="ré", error=Internal("x"))
-    assert h.reply_headers(reply, "application/json", traceparent="00-ab-cd-01") == {
+    assert h.reply_headers(reply.id, "application/json", traceparent="00-ab-cd-01") == {
         "content-type": b"application/json",
         "request-id": "ré".encode(),
         "traceparent": b"00-ab-cd-01",
     }
-    assert "traceparent" not in h.reply_headers(reply, "application/json")
+    assert "traceparent" not in h.reply_headers(reply.id, "application/json")
 
 
 def test_dead_letter_names_are_distinct_and_lower_case():
