@@ -124,7 +124,7 @@ async def load_models(
                 max_batch_tokens=runner.info.max_batch_tokens,
             )
             for note in runner.info.notes:
-                log.warning("model_note", model=name, note=note)
+                log.info("model_note", model=name, note=note)
     except BaseException:
         loaded.close(0.0)  # a load cannot be interrupted, and nobody waits for its model
         raise

@@ -1,6 +1,7 @@
 """A file that somebody named for a result: whole or untouched, with its mode; a pipe is written through.
 
-Who calls it: `--out` of the one-off commands, `--ready-file` of `up`.
+Who calls it: `--out` of the one-off commands, `--ready-file` of `up`; `append_line` also stdout and the
+sink of files.
 What must stay true: a regular file (behind links, too) is replaced in one step with its mode kept, and
 only by `keep`; whatever else stands there (a FIFO, a device) is written as it is; whatever happens,
 nothing half-written and no temporary file is left; every failure names the file and the option.
@@ -9,7 +10,9 @@ nothing half-written and no temporary file is left; every failure names the file
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import select
 import stat
 import uuid
 from pathlib import Path
@@ -110,3 +113,30 @@ def has_reader(fifo: Path) -> bool:
     except OSError as error:
         return error.errno != errno.ENXIO
     return True
+
+
+def append_line(descriptor: int, line: bytes) -> None:
+    """Write all of `line`; of a regular file that has no room for it, what went in is taken out again.
+
+    Raises `OSError` as `os.write`. Nobody else may write to the file meanwhile.
+    """
+    start = _position(descriptor)
+    try:
+        rest = memoryview(line)
+        while rest:
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # a terminal that is our stdin, too
+                select.select([], [descriptor], [])
+    except OSError:
+        if start is not None:
+            os.ftruncate(descriptor, start)
+        raise
+
+
+def _position(descriptor: int) -> int | None:
+    """Where the next line begins in a regular file; None for a terminal or a pipe."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return None
+    append = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+    return os.lseek(descriptor, 0, os.SEEK_END if append else os.SEEK_CUR)

@@ -7,10 +7,6 @@ vectors; a failed request or item is visible in every form; a file of --out is w
 
 from __future__ import annotations
 
-import fcntl
-import os
-import select
-import stat
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -20,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pipeline.cli.console import usage_error
 from pipeline.lifecycle import OperatorError
-from pipeline.whole_file import WholeFile
+from pipeline.whole_file import WholeFile, append_line
 from schemas.codec import encode_reply
 from schemas.errors import EmbedstreamError
 from schemas.headers import JSON
@@ -136,30 +132,14 @@ def _print_whole(line: bytes) -> None:
     except OSError:  # no file at all: a test's
         stream.write(line)
         return
-    start = _position(descriptor)
-    try:
-        rest = memoryview(line)
-        while rest:  # past Python's buffer, which would try to write the rest of it at the exit
-            try:
-                rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # a terminal that is our stdin, too
-                select.select([], [descriptor], [])
+    try:  # past Python's buffer, which would try to write the rest of it at the exit
+        append_line(descriptor, line)
     except BrokenPipeError:
         raise
     except OSError as error:
-        if start is not None:
-            os.ftruncate(descriptor, start)
         raise OperatorError(
             f"standard output cannot be written ({error.strerror}): it ends after the last whole line"
         ) from None
-
-
-def _position(descriptor: int) -> int | None:
-    """Where the next line begins in a regular file; None for a terminal or a pipe."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return None
-    append = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
-    return os.lseek(descriptor, 0, os.SEEK_END if append else os.SEEK_CUR)
 
 
 class TableWriter(Writer):

@@ -185,10 +185,12 @@ def print_row(name: str, seen: Counter[str], slowest_s: float) -> None:
 
 
 def test_imports(model: Path) -> None:
+    """K44: handlers first, imports after."""
     run_into_signals("imports", lambda: Command("embed", "a", "--model", str(model)), 0.4)
 
 
 def test_start_and_load_of_a_question(model: Path) -> None:
+    """K33: no abort, whatever thread loads what."""
     run_into_signals(
         "start, load, answer", lambda: Command("embed", "a text", "--model", str(model)), 5.0
     )
@@ -258,7 +260,7 @@ def test_demo() -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_prompt_of_the_demo(asked: bool) -> None:
-    """Before a question, and while it is answered or after."""
+    """K33: before a question, and while it is answered or after."""
     name = f"demo's prompt, {'asked' if asked else 'before a question'}"
     seen: Counter[str] = Counter()
     slowest_s = 0.0

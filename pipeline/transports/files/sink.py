@@ -16,6 +16,7 @@ import structlog
 
 from actors.ports import Metrics, NoMetrics, PublishError, Source
 from pipeline.transports.files.options import DEAD_LETTERS, REPLIES, STANDARD, FileOptions
+from pipeline.whole_file import append_line
 
 log = structlog.get_logger(__name__)
 
@@ -89,9 +90,7 @@ class FileSink:
     def _write(self, fd: int, line: bytes) -> None:
         # In a thread, which a cancelled publish does not stop: a line is written whole or not begun.
         with self._line_lock:
-            view = memoryview(line)
-            while view:
-                view = view[os.write(fd, view) :]
+            append_line(fd, line)
 
     async def aclose(self) -> None:
         for fd in self._fds.values():
