@@ -14,12 +14,13 @@ INDEX_STAMP := $(VENV)/.embedstream-index
 DEV_STAMP := $(VENV)/.embedstream-dev
 BENCH_STAMP := $(VENV)/.embedstream-bench
 
-.PHONY: help demo demo-index up test check bench chaos clean
+.PHONY: help env demo demo-index up test check bench chaos clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    real broker, real models, ~1,000 documents, five questions (about 2 minutes)'
 	@echo 'make demo-index  pages of docs/ into a LanceDB folder, and questions (about a minute)'
+	@echo 'make env     the environment alone, in .venv: what docs/tutorial.md begins with'
 	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
 	@echo 'make test    every test that this machine can run'
 	@echo 'make chaos   100 kills (-9) while 20,000 documents are indexed; needs a real Kafka (an hour or so)'
@@ -47,6 +48,8 @@ $(DEV_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(B
 $(BENCH_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[bench]' -c constraints.txt
 	@touch $@ $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP)
+
+env: $(INDEX_STAMP)
 
 demo: $(DEMO_STAMP)
 	$(BIN)/embedstream demo $(ARGS)

@@ -9,11 +9,12 @@ soon as it is known, the plan after it; secrets are masked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -118,50 +119,60 @@ async def _find(settings: Settings, findings: Findings, verify: bool) -> None:
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:
-    """Every route at the same time."""
+    """Both ends of every route at the same time."""
     for route in settings.routes:
         _import_for(route)  # client libraries take a while, which no broker is to blame for
+        findings.reached[route.name] = True
     async with asyncio.TaskGroup() as group:
         for route in settings.routes:
-            group.create_task(_reach(route, findings))
+            for reach, url in _ends(route):
+                group.create_task(_reach(route, reach, url, findings))
 
 
-def _import_for(route: RouteSettings) -> None:
-    from pipeline.indexing.sinks.registry import is_collection
-    from pipeline.transports.registry import REPLY, reaching
-
-    reaching(route.source)
-    if route.destination != REPLY and not is_collection(route.destination):
-        reaching(route.destination)
+_Reach: TypeAlias = Callable[[str], Coroutine[Any, Any, tuple[str, ...]]]
 
 
-async def _reach(route: RouteSettings, findings: Findings) -> None:
+def _ends(route: RouteSettings) -> list[tuple[_Reach, str]]:
+    """Where requests come from, and where results go unless each request says so."""
     from pipeline.indexing.sinks.registry import is_collection, reach_collection
     from pipeline.transports.registry import REPLY, reach, reach_destination
 
-    findings.reached[route.name] = False
-    ends = [(reach, route.source)]
+    ends: list[tuple[_Reach, str]] = [(reach, route.source)]
     if is_collection(route.destination):
         ends.append((reach_collection, route.destination))
     elif route.destination != REPLY:
         ends.append((reach_destination, route.destination))
-    found: list[str] = []
-    for reach_end, url in ends:
-        try:
-            async with asyncio.timeout(REACH_S / len(ends)):
-                found += await reach_end(url)
-        except TimeoutError:
-            findings.problem(
-                f"route {route.name}: {redact(url)} did not answer within "
-                f"{REACH_S / len(ends):g} s: check that it runs, and the address"
-            )
-            return
-        except (ConnectionError, ValueError) as error:
-            findings.problem(f"route {route.name}: {error}")
-            return
-    findings.reached[route.name] = True
-    for note in found:
-        findings.note(f"route {route.name}: {note}")
+    return ends
+
+
+def _import_for(route: RouteSettings) -> None:
+    from pipeline.indexing.sinks.registry import is_collection, open_collection
+    from pipeline.transports.registry import REPLY, reaching
+
+    reaching(route.source)
+    if is_collection(route.destination):
+        with contextlib.suppress(ValueError):  # said when it is reached
+            open_collection(route.destination)
+    elif route.destination != REPLY:
+        reaching(route.destination)
+
+
+async def _reach(route: RouteSettings, reach: _Reach, url: str, findings: Findings) -> None:
+    try:
+        async with asyncio.timeout(REACH_S):
+            notes = await reach(url)
+    except TimeoutError:
+        findings.problem(
+            f"route {route.name}: {redact(url)} did not answer within {REACH_S:g} s: check that it "
+            "runs, and the address"
+        )
+    except (ConnectionError, ValueError) as error:
+        findings.problem(f"route {route.name}: {error}")
+    else:
+        for note in notes:
+            findings.note(f"route {route.name}: {note}")
+        return
+    findings.reached[route.name] = False
 
 
 async def _load(settings: Settings, name: str, findings: Findings, verify: bool) -> None:

@@ -50,7 +50,7 @@ def index(
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
-    """Documents of files into a collection; again, for what has changed.
+    """Files into a collection; again, for what has changed.
 
     What is stored already and did not change is not embedded again, so a run that was cut short is
     simply run again. A file never overwrites what a topic has told the collection.

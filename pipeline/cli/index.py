@@ -176,7 +176,9 @@ async def _reading(url: str) -> AsyncIterator[Collection]:
         await collection.open_as_is()
         yield collection
     except (StoreUnavailable, WrongCollection) as error:
-        raise OperatorError(f"{collection.where}: {error}") from error
+        text = str(error)
+        named = text.startswith(collection.where)
+        raise OperatorError(text if named else f"{collection.where}: {text}") from error
     finally:
         await collection.aclose()
 

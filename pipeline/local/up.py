@@ -147,6 +147,7 @@ async def run_up(
             full = up_settings(
                 base, kafka=kafka.address, kafka_kind=kafka.kind, redis=redis.url, health=health
             )
+            console.print(f"[dim]loading {', '.join(full.models)}[/dim]", highlight=False)
             app = App(full, metrics=metrics or PrometheusMetrics(), serve_health=True)
             return await _serve(app, stop, options, (kafka, redis), console)
 
@@ -290,7 +291,8 @@ async def main():
         await producer.send_and_wait("{request_topic}", msgpack.packb(request), key=b"hello-1")
         async for record in replies:
             if record.key == b"hello-1":
-                return print(msgpack.unpackb(record.value)["usage"])
+                reply = msgpack.unpackb(record.value)
+                return print(reply.get("error") or reply["usage"])
 
 asyncio.run(main())"""
 
@@ -334,6 +336,6 @@ def _print(console: Console, addresses: Addresses) -> None:
         Panel("\n".join(lines), title="embedstream is up; Ctrl-C takes all down", expand=False)
     )
     for title, code in snippets(addresses).items():
-        console.print(f"[bold]{title}[/bold]")
+        console.print(title, style="bold", soft_wrap=True, markup=False, highlight=False)
         # Raw: a line that the console wrapped would be a syntax error once copied.
         console.print(code, soft_wrap=True, markup=False, highlight=False)

@@ -199,5 +199,6 @@ def _printed(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(str(v) for v in value) or "(none)"
     if isinstance(value, str):
-        return MASK if is_secret_name(name) else redact(value)
+        shown = MASK if is_secret_name(name) else redact(value)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)  # one line each
     return f"{value:g}" if isinstance(value, float) else str(value)
