@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pipeline.transports.redis.source import RedisSource
 from pipeline.transports.registry import open_transport
 from tests.conformance.redis_harness import RedisHarness
 from tests.conformance.transport_suite import WAIT_S, collect, flushed, nothing_comes, running
+from tests.support.client import service
 from tests.support.killable import CountingMetrics, Proxy, consumer_process
 from tests.support.servers import ServerInfo, new_redis, start_now, unique
 
@@ -698,6 +700,44 @@ async def test_each_missing_right_is_named(own: RedisHarness, taken: list[str], 
         await open_transport(options, clock=SystemClock(), metrics=NoMetrics())
     assert named in str(caught.value)
     assert not await own.redis.exists(own.stream)
+
+
+async def test_replies_that_may_not_be_written_wait_for_the_operator(own: RedisHarness) -> None:
+    """K41: not ready, nothing is taken and nothing is given up; it goes on with the right granted. A key
+    of its own that a request names costs that request alone."""
+    words = documented_acl(own)
+    user = await set_user(own, *words, "~embedstream.reply*")
+    source = (
+        f"redis://{user}:pw@{own.server.address}/{own.stream}?group={own.group}&block_ms=100"
+        f"&dead_letter_stream={own.dead_letters}&max_in_flight=8"
+    )
+    reply = unique("embedstream.reply")
+    async with service(source) as app:
+        keys = [word for word in words if word.startswith("~") and "reply" not in word]
+        await own.redis.execute_command("ACL", "SETUSER", user, "resetkeys", *keys)
+        other = json.dumps({"id": "x", "input": "a", "reply_to": f"list:{unique('embedstream.x')}"})
+        await own.produce(other.encode())
+        async with asyncio.timeout(WAIT_S):
+            while not await own.redis.xlen(own.dead_letters):
+                await asyncio.sleep(0.01)
+        for n in range(30):
+            record = {"id": f"r{n}", "input": f"text {n}", "reply_to": f"list:{reply}"}
+            await own.produce(json.dumps(record).encode())
+        status = app.graph.routes[0].source.status  # type: ignore[union-attr]
+        async with asyncio.timeout(WAIT_S):
+            while status().connected:
+                await asyncio.sleep(0.01)
+        assert "NOPERM" in status().detail
+        pending = await own.redis.xpending(own.stream, own.group)
+        assert pending["pending"] < 30, "work was taken that could not be answered"
+        await own.redis.execute_command("ACL", "SETUSER", user, "~embedstream.reply*")
+        async with asyncio.timeout(WAIT_S):
+            while await own.redis.llen(reply) < 30:
+                await asyncio.sleep(0.01)
+        assert await own.redis.xlen(own.dead_letters) == 1
+        async with asyncio.timeout(WAIT_S):
+            while not status().connected:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_node_of_a_cluster_is_refused() -> None:

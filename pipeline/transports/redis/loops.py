@@ -13,7 +13,7 @@ import os
 import socket
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sized
+from collections.abc import Callable, Coroutine, Sized
 from typing import Any
 
 import structlog
@@ -58,6 +58,7 @@ class RedisLoops(BrokerSource, ABC):
         self._client = make_client(options, connections=2)
         self._health = Health(options.address, self._metrics, self.kind)
         self._state = "not open"  # empty while it is
+        self._sink_fault: Callable[[], str | None] = lambda: None
         self.facts: ServerFacts | None = None
 
     # --- what the two do differently ------------------------------------------------------------
@@ -110,6 +111,10 @@ class RedisLoops(BrokerSource, ABC):
         """Whether what `error` says is missing was made again."""
         return False
 
+    def watch(self, sink_fault: Callable[[], str | None]) -> None:
+        """While it names a fault nothing new is taken: its reply could not be written."""
+        self._sink_fault = sink_fault
+
     # --- life -----------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -157,7 +162,10 @@ class RedisLoops(BrokerSource, ABC):
 
     def status(self) -> SourceStatus:
         """See `actors.ports.Source`."""
-        return self._status(self._state or self._health.fault(), held=self._in_hand())
+        return self._status(self._fault(), held=self._in_hand())
+
+    def _fault(self) -> str:
+        return self._state or self._health.fault() or self._sink_fault() or ""
 
     async def _failed(self, loop: str, client: Any, error: BaseException) -> None:
         self._health.failed(loop, error)
@@ -195,7 +203,7 @@ class RedisLoops(BrokerSource, ABC):
 
     def _room(self) -> int:
         full = self._in_hand_bytes() >= self._queue.max_in_flight_bytes
-        if self._hand_off.paused or self._hand_off.closed or full:
+        if self._hand_off.paused or self._hand_off.closed or full or self._sink_fault():
             return 0
         room = self._queue.max_in_flight - self._in_hand() - len(self._settled)
         return max(0, min(room, self._queue.max_receive))

@@ -34,6 +34,8 @@ from pipeline.transports.options import (
 
 REPLY_LIST = "embedstream.reply."
 """Prefix of the list that holds the reply of one request: `list:embedstream.reply.<request id>`."""
+OWN_REPLIES = "embedstream.reply"
+"""How replies begin that a service writes by default, to lists and to the clients' streams."""
 DATA_FIELD = "data"
 """The field of a stream entry that carries the record; every other field is a header."""
 STREAM_PREFIX = "stream:"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ from pipeline.transports.redis.append import (
 )
 from pipeline.transports.redis.connect import close_client, make_writer, reconnect_if_wrong
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
+from pipeline.transports.redis.loops import RedisLoops
 from pipeline.transports.redis.options import (
     LIST_PREFIX,
+    OWN_REPLIES,
     REPLY_LIST,
     STREAM_PREFIX,
     RedisQueueOptions,
@@ -41,6 +44,9 @@ from pipeline.transports.redis.options import (
 _PIPELINES = 2
 _BATCH_RECORDS = 128
 _BATCH_BYTES = 8 * 1024 * 1024
+_FAULT_AFTER = 3
+_FAULT_FOR_S = 12.0
+"""Above egress' longest wait between two tries: a fault lasts as long as tries fail."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +55,7 @@ class _Waiting:
 
     write: tuple[Any, ...]  # what follows the script
     size_bytes: int
+    is_ours: bool  # a place that the operator has to make writable
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     leads: bool = False
     done: bool = False
@@ -75,6 +82,7 @@ class RedisSink:
         self._client = make_writer(options, connections=_PIPELINES)
         self._queue: deque[_Waiting] = deque()  # bounded by the publishers, each waits for its own
         self._leaders = 0
+        self._n_failures, self._failure, self._last_failure_at = 0, "", 0.0
         self.max_record_bytes: int | None = options.max_record_bytes
         self.dead_letter_destination = STREAM_PREFIX + options.dead_letter_stream
 
@@ -116,6 +124,20 @@ class RedisSink:
             dead_letters=self._options.dead_letter_stream,
         )
 
+    def fault(self) -> str | None:
+        """Why nothing can be written to the places that are the operator's; None when it can.
+
+        Said after `_FAULT_AFTER` failures in a row, and forgotten when nothing fails any more.
+        """
+        fresh = time.monotonic() < self._last_failure_at + _FAULT_FOR_S
+        return self._failure if fresh and self._n_failures >= _FAULT_AFTER else None
+
+    def _is_ours(self, destination: str) -> bool:
+        """Is it the operator's to make it writable, rather than a sender's to name another?"""
+        if self._one_place or destination == self.dead_letter_destination:
+            return True
+        return bare_name(destination).startswith(OWN_REPLIES)
+
     async def publish(
         self,
         destination: str,
@@ -132,7 +154,8 @@ class RedisSink:
                 limit_bytes=self.max_record_bytes,
                 given_bytes=size,
             )
-        mine = _Waiting(self._write_of(destination, key, body, headers), size)
+        write = self._write_of(destination, key, body, headers)
+        mine = _Waiting(write, size, self._is_ours(destination))
         self._queue.append(mine)
         self._appoint()
         try:
@@ -220,7 +243,7 @@ class RedisSink:
                 return
             answers = [error] * len(batch)
         for waiting, answer in zip(batch, answers, strict=True):
-            waiting.resolve(self._outcome(answer))
+            waiting.resolve(self._outcome(answer, waiting.is_ours))
         wrong = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if wrong is not None:
             with contextlib.suppress(RedisError, OSError):
@@ -243,9 +266,15 @@ class RedisSink:
                 pipe.execute_command(command, script, *waiting.write)
             return list(await pipe.execute(raise_on_error=False))
 
-    def _outcome(self, answer: object) -> PublishError | None:
+    def _outcome(self, answer: object, is_ours: bool) -> PublishError | None:
         if isinstance(answer, Exception):
-            return self._typed(answer)
+            error = self._typed(answer, is_ours)
+            if is_ours:
+                self._n_failures += 1
+                self._failure, self._last_failure_at = str(error), time.monotonic()
+            return error
+        if is_ours:
+            self._n_failures = 0
         if isinstance(answer, bytes) and answer in REFUSALS:
             return PublishError(
                 f"Redis at {self._options.address}: {REFUSALS[answer]}; nothing was written",
@@ -253,12 +282,18 @@ class RedisSink:
             )
         return None
 
-    def _typed(self, error: Exception) -> PublishError:
+    def _typed(self, error: Exception, is_ours: bool) -> PublishError:
         where, code = self._options.address, code_of(error)
         if code == "OOM" or "OOM command not allowed" in str(error):
             self._metrics.count("sink_out_of_memory_total", transport="redis")
             return PublishError(
                 f"Redis at {where} is at its maxmemory: raise it or let clients read their replies",
+                retryable=True,
+            )
+        if code == "NOPERM" and is_ours:
+            return PublishError(
+                f"Redis at {where}: this user may not write there (NOPERM): grant it what "
+                "docs/delivery.md lists",
                 retryable=True,
             )
         return PublishError(
@@ -313,6 +348,8 @@ async def open_sink(
     stays open then.
     """
     sink = RedisSink(options, metrics=metrics, one_place=beside is None)
+    if isinstance(beside, RedisLoops):
+        beside.watch(sink.fault)
     try:
         await sink.open()
     except BaseException:

@@ -91,4 +91,4 @@ async def test_one_refused_record_fails_alone() -> None:
 )
 def test_what_may_pass_later(error: Exception, retryable: bool) -> None:
     """F07: only what another attempt cannot cure is final."""
-    assert RedisSink(RedisOptions())._typed(error).retryable is retryable
+    assert RedisSink(RedisOptions())._typed(error, False).retryable is retryable
