@@ -177,13 +177,19 @@ class Egress:
                     self._quiet.set()
 
     async def _process(self, outgoing: Outgoing, outbox: _Outbox) -> None:
-        outcome = None
+        outcome, transactions = None, outgoing.route.transactions
+        leave = _once(partial(self._leave_line, outgoing, outbox))
         try:
-            if outgoing.ticket is not None and not any(d.held for d in outgoing.deliveries):
-                # Others answer it: ours would come behind results that are newer.
+            if transactions is not None:
+                outcome = await transactions.deliver(
+                    outgoing.deliveries, partial(self._deliver, outgoing), queued=leave
+                )
+            elif outgoing.ticket is None or any(d.held for d in outgoing.deliveries):
+                outcome = await self._deliver(outgoing)
+            if outcome is None:
+                # Others answer it: ours would come behind results that are newer, or twice.
                 log.info("given_away_unanswered", request_id=outgoing.request_id)
                 return
-            outcome = await self._deliver(outgoing)
             for delivery in outgoing.deliveries:
                 delivery.settle()
         except GaveUp as error:
@@ -203,12 +209,16 @@ class Egress:
                 self._table.remove(outgoing.in_flight)
             else:
                 outbox.refusals.release()
-            if outgoing.ticket is not None:
-                following = outbox.order.leave(outgoing.ticket)
-                if following is not None:
-                    self._enqueue(outbox, following)
+            leave()
         if outcome is not None:
             self._note(outgoing, outcome)
+
+    def _leave_line(self, outgoing: Outgoing, outbox: _Outbox) -> None:
+        """What stands behind it may be written now."""
+        if outgoing.ticket is not None:
+            following = outbox.order.leave(outgoing.ticket)
+            if following is not None:
+                self._enqueue(outbox, following)
 
     async def _deliver(self, outgoing: Outgoing) -> str:
         """The result, then the dead letter if there is one; what the metrics call the outcome.
@@ -295,6 +305,12 @@ class Egress:
             for outgoing in left:
                 for delivery in outgoing.deliveries:
                     delivery.release("stopped before the reply was published")
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """`call`, the first time only."""
+    calls = [call]
+    return lambda: calls.pop()() if calls else None
 
 
 def _as_one(undelivered: Sequence[EmbedstreamError]) -> EmbedstreamError:

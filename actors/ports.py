@@ -10,7 +10,7 @@ in here, and "dead letter" is no verb: publish to the dead-letter destination, t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -233,6 +233,32 @@ class Sink(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+class Transactions(Protocol):
+    """Makes what is published for requests, and their settling, durable at once or not at all."""
+
+    async def run(self) -> None:
+        """The loop that commits, a supervised task. Raises when another process has taken our place."""
+        ...
+
+    async def deliver(
+        self,
+        deliveries: Sequence[Delivery],
+        deliver: Callable[[], Awaitable[str]],
+        *,
+        queued: Callable[[], None],
+    ) -> str | None:
+        """What `deliver` returned, once all it published is durable and `deliveries` are settled.
+
+        Args:
+            deliver: publishes by the sink beside this; called again when a transaction is aborted.
+            queued: called when the place among all that is published is certain.
+
+        Returns None when the deliveries had been given away: then nothing was published. Raises what
+        `deliver` raised; nothing was published then, either.
+        """
+        ...
 
 
 class Clock(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from actors.answers import Answer, Key
-from actors.ports import Delivery, Sink, Source
+from actors.ports import Delivery, Sink, Source, Transactions
 from gpu.batch import ItemOutcome, ModelInfo
 from schemas.errors import ContentType, EmbedstreamError, UnknownModel
 from schemas.requests import AnyRequest, CancelRequest, Lane, Task
@@ -242,6 +242,8 @@ class Route:
     order: which results leave in the order of their records: those of one key, of one partition, or
         none. On an ordered route a request is never answered with its twin in flight, and what its
         destination does not take now holds up its own key until it does.
+    transactions: where what is published and what is settled are one; None: first the one, then the
+        other.
     """
 
     name: str
@@ -253,6 +255,7 @@ class Route:
     models: Mapping[Task, str]
     max_attempts: int = 5
     order: Order = "none"
+    transactions: Transactions | None = None
 
     def order_key(self, delivery: Delivery, decoded: Decoded | None = None) -> str | None:
         """What the result of this record must not overtake; None: nothing."""

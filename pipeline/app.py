@@ -172,6 +172,7 @@ class App:
                 transport = await open_transport(
                     options,
                     destination=REPLY if is_collection(route.destination) else route.destination,
+                    exactly_once=route.delivery == "exactly_once",
                     clock=self.clock,
                     metrics=self.metrics,
                 )

@@ -37,6 +37,9 @@ from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.registry import Transport, parse_url, reading
 from schemas.requests import LANES, TASKS, Lane, Task
 
+PUBLISHERS_OF_TRANSACTIONS = 1024
+"""Results of one route on their way at once, where they share transactions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:
@@ -66,9 +69,16 @@ class Graph:
         start("dispatcher", self.dispatcher.run)
         for route in self.routes:
             start(f"destination.{route.name}", route.destination.run)
-            for number in range(route.destination.max_concurrent or self.publishers):
+            if route.transactions is not None:
+                start(f"transactions.{route.name}", route.transactions.run, NO_RESTART)
+            for number in range(self._publishers_of(route)):
                 start(f"publisher.{route.name}.{number}", _bind(self.egress.run, route))
         start("housekeeping", self.housekeeping.run)
+
+    def _publishers_of(self, route: Route) -> int:
+        if route.transactions is not None:  # they wait for a commit that they share
+            return max(self.publishers, PUBLISHERS_OF_TRANSACTIONS)
+        return route.destination.max_concurrent or self.publishers
 
     def close(self) -> None:
         """Stop the stations' threads, then the executor's."""
@@ -202,6 +212,7 @@ def build_route(
         models=defaults,
         max_attempts=settings.attempts.max_attempts,
         order=route.order,
+        transactions=transport.transactions,
     )
 
 

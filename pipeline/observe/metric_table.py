@@ -141,6 +141,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("sink_records_total", "Records the broker acknowledged.", "transport"),
     _counter("sink_dead_letters_total", "Dead letters a file sink wrote or counted.", "transport"),
     _counter("sink_reconnects_total", "Times a sink connected anew.", "transport"),
+    _counter("sink_transactions_total", "Transactions committed (exactly_once).", "transport"),
+    _counter(
+        "sink_transactions_aborted_total",
+        "Transactions given up; their results went into another, or to another member.",
+        "transport",
+    ),
     _counter("sink_out_of_memory_total", "Writes refused by a full Redis.", "transport"),
     # the process
     _histogram("loop_lag_seconds", "How late the event loop was.", LAG_SECONDS),

@@ -140,6 +140,7 @@ def _source_problems(settings: Settings, options: list[tuple[int, Options]]) -> 
                 "give one of them another group or topic, or remove one route",
             )
     yield from _order_problems(settings, options)
+    yield from _delivery_problems(settings, options)
     yield from _loops(settings, options)
     yield from _destination_problems(settings, reads)
     budget_s = settings.lifecycle.drain_budget_s
@@ -163,6 +164,35 @@ def _order_problems(settings: Settings, options: list[tuple[int, Options]]) -> I
                 f"routes.{i}.order",
                 f'("{order}") cannot be kept: what routes.{i}.source reads has no such order',
                 f"set it to {able}, or read from Kafka",
+            )
+
+
+def _delivery_problems(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[Problem]:
+    for i, option in options:
+        route = settings.routes[i]
+        if route.delivery != "exactly_once":
+            continue
+        refused = option.exactly_once_problem()
+        if refused is not None:
+            yield Problem(
+                f"routes.{i}.delivery",
+                f'is "exactly_once", and routes.{i}.source cannot be: {refused}',
+                'or set delivery to "at_least_once"',
+            )
+        elif is_collection(route.destination):
+            yield Problem(
+                f"routes.{i}.delivery",
+                f'is "exactly_once", and routes.{i}.destination is a collection, which takes no part in a '
+                "Kafka transaction",
+                'set delivery to "at_least_once": what is written twice there changes nothing',
+            )
+        elif route.destination != REPLY:
+            yield Problem(
+                f"routes.{i}.delivery",
+                f'is "exactly_once", and routes.{i}.destination is another place than the source\'s cluster '
+                "as far as a transaction goes",
+                f'set destination to "{REPLY}" and reply_topic in the address of the source, or delivery to '
+                '"at_least_once"',
             )
 
 

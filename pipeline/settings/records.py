@@ -83,6 +83,14 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         str | None,
         Meta(description="Model for classify requests that name none."),
     ] = None
+    delivery: Annotated[
+        Literal["at_least_once", "exactly_once"],
+        Meta(
+            description='"exactly_once": replies, dead letters and offsets in one Kafka transaction every '
+            "`transaction_interval_ms`, so that readers with `read_committed` see each reply once, whatever "
+            "dies (docs/delivery.md)."
+        ),
+    ] = "at_least_once"
     order: Annotated[
         Literal["none", "key", "partition"],
         Meta(

@@ -142,6 +142,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Where replies go that name no `reply_to`, if that is one place, and dead letters."""
         return ()
 
+    def exactly_once_problem(self) -> str | None:
+        """Why replies and settling cannot be one transaction here; None where they can."""
+        return "it has no transaction that takes replies and settled requests: read from Kafka"
+
     def orders(self) -> tuple[str, ...]:
         """What results may be ordered by, of what is read here; nothing where readers share a queue."""
         return ()

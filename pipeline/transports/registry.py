@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-from actors.ports import Clock, Metrics, Sink, Source
+from actors.ports import Clock, Metrics, Sink, Source, Transactions
 from actors.route import Decoder
 from pipeline.transports.address import read_address, read_destination, scheme_of
 from pipeline.transports.ask import Asker
@@ -189,16 +189,27 @@ def parse_destination(url: str) -> tuple[Options, str]:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """A source and the sink for its replies and dead letters. Close the source first."""
+    """A source and the sink for its replies and dead letters. Close the source first.
+
+    transactions: of the sink, where what it publishes and what the source settles are one.
+    """
 
     source: Source
     sink: Sink
+    transactions: Transactions | None = None
 
 
 async def open_transport(
-    options: Options, *, destination: str = REPLY, clock: Clock, metrics: Metrics
+    options: Options,
+    *,
+    destination: str = REPLY,
+    exactly_once: bool = False,
+    clock: Clock,
+    metrics: Metrics,
 ) -> Transport:
     """Connect a source, the sink beside it and, for an address, the destination.
+
+    exactly_once: `options.exactly_once_problem()` is None, and `destination` is `REPLY`.
 
     The caller then starts `source.run()` as a task. Raises `ValueError` when `options.check()` finds
     a contradiction and `ConnectionError`, with a one-line remedy, when a broker cannot be used;
@@ -211,6 +222,12 @@ async def open_transport(
     async with AsyncExitStack() as opened:
         source = await sources.open_source(options, clock=clock, metrics=metrics)
         opened.push_async_callback(source.aclose)
+        if exactly_once:
+            assert destination == REPLY and options.exactly_once_problem() is None
+            together = _BY_OPTIONS[type(options)].module("transactions")
+            sink = await together.open_sink(options, beside=source, metrics=metrics)
+            opened.pop_all()
+            return Transport(source, sink, transactions=sink)
         sink = await _open_sink(options, source, metrics)
         opened.push_async_callback(sink.aclose)
         if isinstance(options, KafkaOptions) and options.reply_key_file is not None:

@@ -18,9 +18,13 @@ import numpy as np
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from pipeline.app import App
+from pipeline.lifecycle import StopSignal
+from pipeline.settings.load import Settings
 from schemas.codec import decode_reply
 from schemas.results import Reply
-from tests.support.fakes import fake_ids, fake_vector
+from tests.support.documents import route_settings
+from tests.support.fakes import FakeRunner, fake_ids, fake_vector
 from tests.support.servers import unique
 
 SESSION = "session_timeout_ms=2000&heartbeat_interval_ms=200&fetch_max_wait_ms=20"
@@ -33,12 +37,14 @@ class Bench:
         self.address = address
         self.topic, self.replies = unique("embedstream.in"), unique("embedstream.out")
         self.dead_letters, self.group = unique("embedstream.dead"), unique("group")
+        self.more = ""
+        """More options of the source."""
 
     @property
     def source(self) -> str:
         return (
             f"kafka://{self.address}/{self.topic}?group={self.group}&reply_topic={self.replies}"
-            f"&dead_letter_topic={self.dead_letters}&{SESSION}"
+            f"&dead_letter_topic={self.dead_letters}&{SESSION}{self.more}"
         )
 
     def config(self, route: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -46,14 +52,16 @@ class Bench:
         one = {"name": "k", "source": self.source, "lane": "bulk", **(route or {})}
         return {"routes": [one], **more}
 
-    async def create(self, partitions: int) -> None:
+    async def create(self, partitions: int, **configs: str) -> None:
+        """The three topics; `configs` are of the reply topic."""
         admin = AIOKafkaAdminClient(bootstrap_servers=self.address)
         await admin.start()
         try:
             await admin.create_topics(
                 [
-                    NewTopic(name, partitions, 1)
-                    for name in (self.topic, self.replies, self.dead_letters)
+                    NewTopic(self.replies, partitions, 1, topic_configs=configs),
+                    NewTopic(self.topic, partitions, 1),
+                    NewTopic(self.dead_letters, partitions, 1),
                 ]
             )
         finally:
@@ -72,9 +80,19 @@ class Bench:
             ]
             await asyncio.gather(*futures)
 
+    async def produce_raw(self, bodies: dict[str, bytes]) -> None:
+        """Bodies by record key."""
+        async with AIOKafkaProducer(bootstrap_servers=self.address) as producer:
+            for key, body in bodies.items():
+                await producer.send_and_wait(self.topic, body, key=key.encode())
+
     @asynccontextmanager
     async def reading(self, topic: str, partitions: int) -> AsyncIterator[AIOKafkaConsumer]:
-        consumer = AIOKafkaConsumer(bootstrap_servers=self.address, fetch_max_wait_ms=20)
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.address,
+            fetch_max_wait_ms=20,
+            isolation_level="read_committed",
+        )
         await consumer.start()
         try:
             parts = [TopicPartition(topic, number) for number in range(partitions)]
@@ -137,3 +155,20 @@ async def collect_some_ids(consumer: AIOKafkaConsumer, seen: Counter[str]) -> No
     for records in (await consumer.getmany(timeout_ms=200)).values():
         for record in records:
             seen[record.key.decode()] += 1
+
+
+@asynccontextmanager
+async def running(
+    bench: Bench, route: dict[str, Any] | None = None, runner: FakeRunner | None = None
+) -> AsyncIterator[App]:
+    """The service in this process, with a fake model; stopped with a drain."""
+    routes = tuple(map(route_settings, bench.config(route)["routes"]))
+    app = App(Settings(routes=routes), runner_factories={"fake": lambda: runner or FakeRunner()})
+    stop = StopSignal(10.0)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(app.run(stop))
+        await app.ready.wait()
+        try:
+            yield app
+        finally:
+            stop.request("test over")

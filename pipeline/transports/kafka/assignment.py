@@ -123,11 +123,11 @@ class Assignment:
 
         return withdraw(is_of)
 
-    async def drained(self, closing: asyncio.Event) -> int:
-        """Wait for what has begun, within the budget; returns how many records did not settle."""
+    async def drained(self, closing: asyncio.Event, *, wait: bool) -> int:
+        """Let what has begun finish within the budget; returns how many records did not settle."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._budget_s):
-                while self._unfinished() > 0 and not closing.is_set():
+                while wait and self._unfinished() > 0 and not closing.is_set():
                     self._progress.clear()
                     await self._progress.wait()
         return self._unfinished()

@@ -20,6 +20,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from pipeline.transports.kafka import client_gaps as kafka_records
 from pipeline.transports.kafka.cluster import closed_in_time
+from pipeline.transports.kafka.fencing import read_stable_offsets, watch_for_namesake
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.security import client_settings
 
@@ -83,6 +84,9 @@ async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaCon
     except BaseException:
         await stop_consumer(consumer, options.close_timeout_s)
         raise
+    read_stable_offsets(consumer)
+    if options.group_instance_id is not None:
+        watch_for_namesake(consumer, options.session_timeout_ms / 1000)
     return consumer
 
 

@@ -9,11 +9,14 @@ pass unfinished work; one that fails is repeated by a later call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import NamedTuple
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import IllegalStateError, KafkaError
+from aiokafka.structs import OffsetAndMetadata
 
 from actors.ports import Delivery, Metrics
 from pipeline.transports.delivery import HeldDelivery
@@ -30,6 +33,14 @@ COMMIT_TIMEOUT_S = 5.0
 _RESERVE_WINDOWS = 4
 """Windows that one commit reserves: fewer commits while reading fast, more records that the next
 owner treats with care after a death."""
+
+
+class Settled(NamedTuple):
+    """Commits as they are once some deliveries have been settled; epochs and versions as of then."""
+
+    commits: dict[TopicPartition, OffsetAndMetadata]
+    epochs: dict[TopicPartition, int]
+    versions: dict[TopicPartition, int]
 
 
 class Offsets:
@@ -100,7 +111,12 @@ class Offsets:
         self, consumer: AIOKafkaConsumer, bound_s: float, *, clean: Iterable[TopicPartition] = ()
     ) -> bool:
         """Commit what has moved. `clean`: partitions that we hand over without having died."""
-        async with self._committing:
+        try:
+            async with asyncio.timeout(bound_s):
+                await self._committing.acquire()
+        except TimeoutError:  # a transaction that does not end
+            return False
+        try:
             owned, clean = consumer.assignment(), set(clean)
             offsets = {p: o for p, o in self._marks.to_commit().items() if p in owned}
             offsets |= {
@@ -131,6 +147,36 @@ class Offsets:
                 return False
             self._marks.mark_committed(offsets, epochs, versions)
             return True
+        finally:
+            self._committing.release()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Nothing else is committed meanwhile: it would stand over the offsets of a transaction."""
+        async with self._committing:
+            yield
+
+    def with_settled(self, deliveries: Iterable[HeldDelivery], tag: str) -> Settled:
+        """What a transaction commits that makes these durable; all of them are in flight."""
+        offsets: dict[TopicPartition, list[int]] = {}
+        for delivery in deliveries:
+            partition, offset = place_of(delivery)
+            offsets.setdefault(partition, []).append(offset)
+        later = {p: self._marks[p].with_settled(found) for p, found in offsets.items()}
+        return Settled(
+            {
+                p: OffsetAndMetadata(mark.committable, mark.memory(clean=False, tag=tag))
+                for p, mark in later.items()
+                if mark.committable is not None
+            },
+            self._marks.epochs(later),
+            {p: mark.version for p, mark in later.items()},
+        )
+
+    def note_committed(self, settled: Settled) -> None:
+        """The transaction is through, and its deliveries have been settled."""
+        offsets = {partition: commit.offset for partition, commit in settled.commits.items()}
+        self._marks.mark_committed(offsets, settled.epochs, settled.versions)
 
     def note_attempts(self, deliveries: Sequence[Delivery], more: int) -> None:
         """A step with these records begins (+1) or came back (-1)."""

@@ -140,6 +140,20 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         bool | Literal["auto"],
         says("`auto`: idempotent when the broker supports it, said in the log when not."),
     ] = "auto"
+    transaction_interval_ms: Annotated[
+        int,
+        within(
+            1, 60_000, 'With delivery = "exactly_once": how long replies gather for a transaction.'
+        ),
+    ] = 100
+    transaction_timeout_ms: Annotated[
+        int,
+        within(
+            1000,
+            900_000,
+            "After it the broker aborts a transaction whose process is gone; so long the next owner waits.",
+        ),
+    ] = 10_000
     linger_ms: Annotated[
         int, within(0, 10_000, "How long replies gather before they are sent.")
     ] = 2
@@ -252,6 +266,11 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             self._place(self.reply_topic, option="reply_topic"),
             self._place(self.dead_letter_topic, option="dead_letter_topic", is_dead_letters=True),
         )
+
+    def exactly_once_problem(self) -> str | None:
+        if self.idempotent is False:
+            return "idempotent=false takes no part in transactions: remove it from the address"
+        return None
 
     def orders(self) -> tuple[str, ...]:
         return "key", "partition"

@@ -6,7 +6,8 @@ another version means "nothing known", and work resumes *at* the committed offse
 bounded (brokers take 4,096 bytes by default), and what does not fit is only done again.
 
     embedstream1:<base64 of zlib of JSON>:<crc32>
-    JSON: [handed_out - offset, [gap, run, gap, run, ...], {offset - base: attempts}]
+    JSON: [handed_out - offset, [gap, run, gap, run, ...], {offset - base: attempts}]; behind them a tag,
+    where a commit has to be told from every other one
 """
 
 from __future__ import annotations
@@ -40,18 +41,26 @@ class Progress:
 NOTHING = Progress()
 
 
-def dump(offset: int, handed_out: int, done: Collection[int], attempts: Mapping[int, int]) -> str:
+def dump(
+    offset: int,
+    handed_out: int,
+    done: Collection[int],
+    attempts: Mapping[int, int],
+    tag: str = "",
+) -> str:
     """The text to commit with `offset`. Of `done` the highest are left out when it gets too long."""
     ordered = sorted(done)
     while True:
-        text = _text(offset, handed_out, ordered, attempts)
+        text = _text(offset, handed_out, ordered, attempts, tag)
         if len(text) <= MAX_BYTES or not ordered:
-            return text if len(text) <= MAX_BYTES else _text(offset, handed_out, [], {})
+            return text if len(text) <= MAX_BYTES else _text(offset, handed_out, [], {}, tag)
         ordered = ordered[: len(ordered) // 2]
 
 
-def _text(offset: int, handed_out: int, done: list[int], attempts: Mapping[int, int]) -> str:
-    if handed_out <= offset and not done and not attempts:
+def _text(
+    offset: int, handed_out: int, done: list[int], attempts: Mapping[int, int], tag: str
+) -> str:
+    if handed_out <= offset and not done and not attempts and not tag:
         return ""
     runs: list[int] = []
     at = offset
@@ -62,7 +71,8 @@ def _text(offset: int, handed_out: int, done: list[int], attempts: Mapping[int, 
             runs += [one - at, 1]
         at = one + 1
     counts = {str(one - offset): count for one, count in attempts.items() if count}
-    data = json.dumps([handed_out - offset, runs, counts], separators=(",", ":")).encode()
+    known = [handed_out - offset, runs, counts, *([tag] if tag else [])]
+    data = json.dumps(known, separators=(",", ":")).encode()
     packed = base64.b64encode(zlib.compress(data, 9))
     return f"{PREFIX}{packed.decode()}:{zlib.crc32(packed):08x}"
 
@@ -77,7 +87,7 @@ def parse(offset: int, text: str | None) -> Progress:
             return NOTHING
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(packed, validate=True), _MAX_JSON_BYTES)
-        ahead, runs, counts = json.loads(data)
+        ahead, runs, counts, *_ = json.loads(data)
         done: set[int] = set()
         at = offset
         for gap, run in zip(runs[::2], runs[1::2], strict=True):

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaProducer
@@ -60,7 +61,7 @@ _PERMANENT = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError, In
 _BROKEN_PRODUCER = (OutOfOrderSequenceNumber, ProducerClosed, ProducerFenced)
 
 
-class _Record:
+class Record:
     """What is published. `order_key`: unless empty it says which partition, instead of the key."""
 
     __slots__ = ("body", "headers", "key", "order_key")
@@ -161,7 +162,7 @@ class KafkaSink:
             async with timeout:
                 producer = await self._ready_producer()
                 await self._find_topic(producer, destination)
-                record = _Record(key_of_id(key), body, headers, key_of_id(order_key or ""))
+                record = Record(key_of_id(key), body, headers, key_of_id(order_key or ""))
                 await self._send(producer, destination, record)
         except PublishError as error:
             self._note_failure(destination, error)
@@ -176,7 +177,7 @@ class KafkaSink:
             self._n_failures = 0
         self._metrics.count("sink_records_total", transport="kafka")
 
-    async def _send(self, producer: AIOKafkaProducer, topic: str, record: _Record) -> None:
+    async def _send(self, producer: AIOKafkaProducer, topic: str, record: Record) -> None:
         given = record.size_bytes
         limit = self._topics.limit(topic)
         if limit is not None and given + RECORD_OVERHEAD_BYTES > limit:
@@ -205,7 +206,7 @@ class KafkaSink:
             await self._read_limit(topic)
             raise self._too_large(topic, given) from None
 
-    async def _send_alone(self, producer: AIOKafkaProducer, topic: str, record: _Record) -> None:
+    async def _send_alone(self, producer: AIOKafkaProducer, topic: str, record: Record) -> None:
         """A batch of this record only, on the partition that it would have had anyway."""
         batch = producer.create_batch()
         batch.append(timestamp=None, key=record.key, value=record.body, headers=record.headers)
@@ -302,12 +303,15 @@ class KafkaSink:
                 self._producer = await self._start_producer()
             return self._producer
 
+    def _producer_settings(self) -> dict[str, Any]:
+        return {"enable_idempotence": self._idempotent}
+
     async def _start_producer(self) -> AIOKafkaProducer:
         compression = self._options.compression
         producer = AIOKafkaProducer(
             **client_settings(self._options),
             acks="all",
-            enable_idempotence=self._idempotent,
+            **self._producer_settings(),
             linger_ms=self._options.linger_ms,
             max_batch_size=self._batch_bytes,
             max_request_size=self._options.max_request_size,

@@ -26,6 +26,7 @@ from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
 from pipeline.transports.kafka.consumer import (
     Listener,
     broker_answers,
+    is_member,
     poll,
     records_wait,
     start_consumer,
@@ -33,6 +34,7 @@ from pipeline.transports.kafka.consumer import (
     stop_consumer,
 )
 from pipeline.transports.kafka.deliveries import place_of, unreadable_record
+from pipeline.transports.kafka.fencing import Fenced, has_namesake
 from pipeline.transports.kafka.offsets import COMMIT_TIMEOUT_S, Offsets
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.window import Window
@@ -64,7 +66,7 @@ class KafkaSource(BrokerSource):
         self._assignment = Assignment(options, self._hand_off, self._redelivery, self._metrics)
         self._marks = self._assignment.marks
         self._fetch_bytes = options.max_partition_fetch_bytes
-        self._offsets = Offsets(options, self._marks, self._metrics)
+        self.offsets = Offsets(options, self._marks, self._metrics)
         self._window = Window(options, self._clock.monotonic())
         self._withdraw: Withdraw = lambda unwanted: 0
         self._sink_fault: Callable[[], str | None] = lambda: None
@@ -108,12 +110,12 @@ class KafkaSource(BrokerSource):
 
     async def attempt_begins(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`: the commit remembers it before the step begins."""
-        self._offsets.note_attempts(deliveries, +1)
+        self.offsets.note_attempts(deliveries, +1)
         await self._commit(COMMIT_TIMEOUT_S)
 
     async def attempt_came_back(self, deliveries: Sequence[Delivery]) -> None:
         """See `actors.ports.Source`; the next commit says so."""
-        self._offsets.note_attempts(deliveries, -1)
+        self.offsets.note_attempts(deliveries, -1)
 
     def _loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         return self._poll_forever(), self._keep_house()
@@ -139,7 +141,7 @@ class KafkaSource(BrokerSource):
         consumer = self.consumer
         if consumer is not None:
             bound_s = min(COMMIT_TIMEOUT_S, self._options.close_timeout_s)
-            await self._offsets.commit(consumer, bound_s, clean=self._marks.partitions)
+            await self.offsets.commit(consumer, bound_s, clean=self._marks.partitions)
             self.consumer = None
             await stop_consumer(consumer, self._options.close_timeout_s)
         self._alive, self._fault = False, "closed"
@@ -185,6 +187,8 @@ class KafkaSource(BrokerSource):
                 if self.consumer is None:
                     self.consumer = await start_consumer(self._options, self._fetch_bytes)
                 consumer = self.consumer
+                if has_namesake(consumer):
+                    raise Fenced(self._options.group, self._options.group_instance_id)
                 if not consumer.subscription():
                     consumer.subscribe(
                         topics=list(self._options.topics), listener=Listener(self, consumer)
@@ -213,7 +217,7 @@ class KafkaSource(BrokerSource):
         self._wake.clear()
         count = self._chunk()
         ready = self._assignment.with_room(count) if count else []
-        ready = [partition for partition in ready if partition not in self._offsets.unknown]
+        ready = [partition for partition in ready if partition not in self.offsets.unknown]
         if not ready:
             await poll(consumer, _NOBODY, timeout_ms=0)
             await self._woken(min(_IDLE_POLL_S, self._options.max_poll_interval_ms / 4000))
@@ -227,9 +231,9 @@ class KafkaSource(BrokerSource):
             if records and partition in self._marks
         }
         epochs = self._marks.epochs(spans)
-        self._offsets.between.update(spans)
+        self.offsets.between.update(spans)
         try:
-            reserved = await self._offsets.reserve(consumer, spans)
+            reserved = await self.offsets.reserve(consumer, spans)
             for partition, epoch in epochs.items():
                 if partition not in self._marks or self._marks[partition].epoch != epoch:
                     continue  # revoked meanwhile: others read these records
@@ -238,7 +242,7 @@ class KafkaSource(BrokerSource):
                 else:
                     step_back(consumer, partition, spans[partition][0])
         finally:
-            self._offsets.between.clear()
+            self.offsets.between.clear()
 
     def _chunk(self) -> int:
         """Records that one poll may take; 0 while nothing may be taken."""
@@ -271,7 +275,7 @@ class KafkaSource(BrokerSource):
         """Called by the listener once per rebalance, after `on_revoked` forgot the old ones."""
         fresh = {partition for partition in partitions if partition not in self._marks}
         self._marks.assign(fresh)
-        self._offsets.unknown.update(fresh)
+        self.offsets.unknown.update(fresh)
         self._tick.set()
         self._last_record_at = self._clock.monotonic()
         self._metrics.gauge("source_partitions", len(self._marks.partitions), transport="kafka")
@@ -289,9 +293,11 @@ class KafkaSource(BrokerSource):
             # Only what has begun is finished here; the rest is others' work now, not done twice.
             withdrawn = assignment.begin_drain(ours, self, self._withdraw)
             log.info("kafka_revoked", partitions=len(ours), withdrawn=withdrawn)
-            unfinished = await assignment.drained(self._closing)
+            # Put out of the group, nothing can be committed: others have begun with it already.
+            member = consumer is None or is_member(consumer)
+            unfinished = await assignment.drained(self._closing, wait=member)
             if consumer is not None:
-                await self._offsets.commit(consumer, COMMIT_TIMEOUT_S, clean=ours)
+                await self.offsets.commit(consumer, COMMIT_TIMEOUT_S, clean=ours)
         finally:
             assignment.draining = set()
             if self.consumer is consumer:
@@ -302,7 +308,7 @@ class KafkaSource(BrokerSource):
 
     def _forget(self, partitions: Iterable[TopicPartition]) -> None:
         self._assignment.forget(partitions)
-        self._offsets.unknown.difference_update(partitions)
+        self.offsets.unknown.difference_update(partitions)
 
     # --- housekeeping ---------------------------------------------------------------------------
 
@@ -313,13 +319,13 @@ class KafkaSource(BrokerSource):
             now = self._clock.monotonic()
             self._redeliver(now)
             consumer, known = self.consumer, True
-            if self._offsets.unknown and consumer is not None:
-                known = await self._offsets.recall(consumer, self.facts)
+            if self.offsets.unknown and consumer is not None:
+                known = await self.offsets.recall(consumer, self.facts)
                 self._wake.set()
             if now >= next_commit:
                 self._window.tick(now, busy=self._marks.in_flight() > 0)
                 if consumer is not None:
-                    self._offsets.follow(consumer)
+                    self.offsets.follow(consumer)
                 await self._commit(COMMIT_TIMEOUT_S)
                 next_commit = self._clock.monotonic() + self._options.commit_interval_ms / 1000
             if now >= next_probe:
@@ -339,7 +345,7 @@ class KafkaSource(BrokerSource):
     async def _commit(self, bound_s: float) -> bool:
         """Commit what has moved. False when it did not happen; a later call repeats it."""
         consumer = self.consumer
-        return consumer is not None and await self._offsets.commit(consumer, bound_s)
+        return consumer is not None and await self.offsets.commit(consumer, bound_s)
 
     async def _probe(self, now: float) -> None:
         """Is the broker there, and does the consumer still receive what waits?"""
@@ -349,7 +355,7 @@ class KafkaSource(BrokerSource):
             log.warning("kafka_connection", connected=alive, bootstrap=self._options.bootstrap)
         self._metrics.gauge("source_connected", float(alive), transport="kafka")
         self._alive = alive
-        self._offsets.report(consumer)
+        self.offsets.report(consumer)
         idle_s = now - self._last_record_at
         if consumer is None or not alive or idle_s < self._options.watchdog_s or not self._chunk():
             return
@@ -367,7 +373,7 @@ class KafkaSource(BrokerSource):
         self._fault = why
         consumer = self.consumer
         if consumer is not None:
-            await self._offsets.commit(consumer, 1.0, clean=self._marks.partitions)
+            await self.offsets.commit(consumer, 1.0, clean=self._marks.partitions)
             if self.consumer is not consumer:
                 return  # the other task was faster
             self.consumer = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from copy import copy
 from typing import Generic, TypeVar
 
 from pipeline.transports.kafka.progress import NOTHING, Progress, dump
@@ -82,11 +83,20 @@ class PartitionWatermark:
         if self.committable is None:
             self.committable = offset
 
-    def memory(self, *, clean: bool) -> str:
+    def memory(self, *, clean: bool, tag: str = "") -> str:
         """What to commit beside `committable`; `clean`: nothing handed out can still kill us."""
         assert self.committable is not None
         handed_out = -1 if clean else self.reserved
-        return dump(self.committable, handed_out, self._done, self.attempts)
+        return dump(self.committable, handed_out, self._done, self.attempts, tag)
+
+    def with_settled(self, offsets: Iterable[int]) -> PartitionWatermark:
+        """As it will be once these are settled, too; this one does not change."""
+        later = copy(self)
+        later._tracked, later._done = self._tracked.copy(), self._done.copy()
+        later.attempts = dict(self.attempts)
+        for offset in offsets:
+            later.settle(offset)
+        return later
 
     @property
     def room(self) -> int:

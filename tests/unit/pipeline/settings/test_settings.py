@@ -622,6 +622,23 @@ def test_an_order_that_the_source_cannot_keep_is_refused(
         assert "routes.0.order" in text and f"set it to {able}, or" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"routes.0.source": "redis://localhost/q"}, "routes.0.source"),
+        ({"routes.0.source": "file:///in.jsonl"}, "routes.0.source"),
+        ({"routes.0.source": "kafka://localhost/q?idempotent=false"}, "idempotent"),
+        ({"routes.0.destination": "kafka://elsewhere:9092/out"}, "routes.0.destination"),
+        ({"routes.0.destination": "redis://localhost/list:out"}, "routes.0.destination"),
+        ({"routes.0.destination": "lance:///folder#docs"}, "collection"),
+    ],
+)
+def test_what_cannot_be_exactly_once_is_refused(given: dict[str, str], named: str) -> None:
+    text = refused({**BASE, **given, "routes.0.delivery": "exactly_once"})
+    assert "routes.0.delivery" in text and named in text and "at_least_once" in text
+    assert load({**BASE, "routes.0.delivery": "exactly_once"}, {}, None).routes[0].delivery
+
+
 KEYS = st.lists(
     st.sampled_from(
         ["models", "m", "path", "routes", "0", "7", "r", "source", "name", "limits", "max_items",

@@ -41,6 +41,12 @@ def test_what_does_not_fit_is_left_out_from_the_top() -> None:
     assert len(text) <= MAX_BYTES
 
 
+def test_a_tag_makes_two_memories_differ_and_changes_nothing_else() -> None:
+    plain, first, second = (dump(7, 9, {8}, {7: 1}, tag) for tag in ("", "a", "b"))
+    assert len({plain, first, second, dump(7, 7, set(), {}, "a"), ""}) == 5
+    assert parse(7, plain) == parse(7, first) == parse(7, second)
+
+
 def test_nothing_to_remember_is_no_text() -> None:
     assert dump(7, 7, set(), {}) == ""
 

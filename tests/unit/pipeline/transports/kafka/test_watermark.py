@@ -172,3 +172,25 @@ def test_epochs_isolate_assignments(steps: list[tuple[str, int, int]]) -> None:
             assert marks.settle(*key) == live.get(key, False)
             if key in live:
                 live[key] = False
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.data())
+def test_what_a_transaction_would_commit_is_what_is_committable_once_it_is_through(
+    handed: set[int], data: st.DataObject
+) -> None:
+    mark = PartitionWatermark(1, 100)
+    mark.begin_at(0)
+    for offset in sorted(handed):
+        mark.hand_out(offset)
+    before = data.draw(st.sets(st.sampled_from(sorted(handed))))
+    now = data.draw(st.sets(st.sampled_from(sorted(handed))))
+    for offset in before:
+        mark.settle(offset)
+    memory, version = mark.memory(clean=False), mark.version
+    later = mark.with_settled(now)
+    assert (mark.memory(clean=False), mark.version) == (memory, version), "this one does not change"
+    for offset in now:
+        mark.settle(offset)
+    assert later.committable == mark.committable and later.version == mark.version
+    assert later.memory(clean=False) == mark.memory(clean=False)
+    assert later.in_flight == mark.in_flight
