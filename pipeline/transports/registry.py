@@ -222,13 +222,13 @@ async def open_transport(
     async with AsyncExitStack() as opened:
         source = await sources.open_source(options, clock=clock, metrics=metrics)
         opened.push_async_callback(source.aclose)
+        transactions: Transactions | None = None
         if exactly_once:
             assert destination == REPLY and options.exactly_once_problem() is None
             together = _BY_OPTIONS[type(options)].module("transactions")
-            sink = await together.open_sink(options, beside=source, metrics=metrics)
-            opened.pop_all()
-            return Transport(source, sink, transactions=sink)
-        sink = await _open_sink(options, source, metrics)
+            sink = transactions = await together.open_sink(options, beside=source, metrics=metrics)
+        else:
+            sink = await _open_sink(options, source, metrics)
         opened.push_async_callback(sink.aclose)
         if isinstance(options, KafkaOptions) and options.reply_key_file is not None:
             sink = SignedDestinations(sink, read_keys(options.reply_key_file))
@@ -236,7 +236,7 @@ async def open_transport(
             there, place = parse_destination(destination)
             sink = OnePlace(await _open_sink(there, None, metrics), place, beside=sink)
         opened.pop_all()
-    return Transport(source, sink)
+    return Transport(source, sink, transactions)
 
 
 async def _open_sink(options: Options, beside: Source | None, metrics: Metrics) -> Sink:
