@@ -104,6 +104,12 @@ def _outputs(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _unread(value: Any, path: str, limits: Limits) -> None:
+    """OpenAI's `user`: who asked, which an answer does not depend on."""
+    if not isinstance(value, str):
+        refuse("a string", path)
+
+
 CHECKS: Final[dict[str, Check]] = {
     "model": _name,
     "input": _as_is,
@@ -124,6 +130,7 @@ CHECKS: Final[dict[str, Check]] = {
     "dtype": _one_of("float32", "float16", "int8", "binary"),
     "prompt_name": _name,
     "prompt": _long_text,
+    "user": _unread,
     "truncate": _one_of("error", "right", "left"),
     "priority": _one_of("interactive", "bulk"),
     "deadline_ms": _deadline_ms,

@@ -3,7 +3,7 @@
 Who calls it: `schemas.codec.decode_request`, with a record that `schemas._decode` opened.
 What must stay true: every error names the path of the first wrong value and the remedy; no message
 carries user text (names of unknown fields are shown, cut and printable); an option that cannot take
-effect is refused, never ignored; null means absent for every optional field.
+effect is refused, never ignored (but for OpenAI's `user`, which is no option); null means absent for every optional field.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RERANK: Final = frozenset({
 FIELDS_OF_TASK: Final[dict[str, frozenset[str]]] = {
     "embed": _COMMON
     | {"input", "dimensions", "normalize", "outputs", "dtype", "prompt_name", "prompt"}
-    | {"aggregate", "chunk_tokens"},
+    | {"aggregate", "chunk_tokens", "user"},
     "classify": _COMMON | {"input", "raw_scores", "prompt_name", "prompt"},
     "rerank": _COMMON | _RERANK,
     "score": _COMMON | (_RERANK - {"top_n", "sort"}),
@@ -86,6 +86,7 @@ def build_request(
             value = record.value(name)
             if value is not None:
                 values[name] = check(value, f"$.{name}", limits)
+    values.pop("user", None)
     values["id"] = request_id(record, headers, default_id, limits)
     values["content_type"] = record.content_type
     values["encoding"] = _encoding(values, record.content_type)

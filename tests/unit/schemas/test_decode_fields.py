@@ -181,6 +181,17 @@ def test_wrong_schema_version(content_type, version):
 
 
 @both
+def test_openais_user_is_taken_and_not_read(content_type):
+    """An OpenAI body is a valid record as it is; for other tasks the field stays unknown."""
+    body = {"model": "minilm", "input": ["a"], "encoding_format": "base64", "user": "u-1234"}
+    plain = {name: value for name, value in body.items() if name != "user"}
+    assert decode(body, content_type) == decode(plain, content_type)
+    assert refusal({**EMBED, "user": 7}, content_type).path == "$.user"
+    rerank = {"query": "q", "documents": ["a"], "user": "u"}
+    assert refusal(rerank, content_type).path == "$.user"
+
+
+@both
 def test_null_means_absent_for_optional_fields(content_type):
     fields = dict.fromkeys(
         ["id", "task", "model", "dimensions", "normalize", "outputs", "encoding", "dtype",
