@@ -13,9 +13,11 @@ import torch
 
 from gpu.answer.chunks import in_chunks
 from gpu.answer.heads import scored
+from gpu.answer.looked_up import QueryTable
 from gpu.answer.maxsim import against_queries
 from gpu.answer.outputs import Outputs
 from gpu.batch import ItemOutcome, PackedBatch
+from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
 from gpu.forward.packed import PackedForward
@@ -27,7 +29,7 @@ from gpu.runner import BaseRunner, OnPhase
 class ModelRunner(BaseRunner):
     """Implements `gpu.batch.Runner` on transformers classes."""
 
-    weights = ("_forward", "_head", "_sharing", "_outputs")
+    weights = ("_forward", "_head", "_sharing", "_outputs", "_queries")
 
     def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
         spec, settings, on_cpu = self.spec, self.settings, self.device.type == "cpu"
@@ -45,6 +47,9 @@ class ModelRunner(BaseRunner):
             allow_pickle=settings.allow_pickle,
             prepack=on_cpu and prepack,
         )
+        self._queries: QueryTable | None = None
+        if isinstance(spec.sparse, SpladeSpec) and spec.sparse.query_table is not None:
+            self._queries = QueryTable(spec.sparse.query_table, int(spec.config["vocab_size"]))
         return _found(spec, checked)
 
     @torch.inference_mode()
@@ -55,6 +60,8 @@ class ModelRunner(BaseRunner):
         found = in_chunks(batch, self.forward, budget=budget, normalize=self.spec.normalize)
         if found is None:
             found = against_queries(batch, self.forward, budget=budget)
+        if found is None and self._queries is not None:
+            found = self._queries(batch, self.forward)
         return super().forward(batch) if found is None else found
 
     def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:

@@ -17,12 +17,11 @@ from gpu.encode.template import learn_template
 from gpu.encode.text import EmptyPolicy, TextEncoder
 from gpu.faults import ModelLoadError
 from gpu.folder.chat import rendered_chat
-from gpu.folder.modules import read_json
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.odd import odd_tokenizer
 from gpu.folder.rerankers import rendered
 from gpu.folder.spec import ModelSpec
-from gpu.folder.stored import TOKENIZER_FILES
+from gpu.folder.stored import TOKENIZER_FILES, read_json
 
 
 def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any:

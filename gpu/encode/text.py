@@ -30,6 +30,7 @@ from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import with_tokenizer
 from gpu.folder.nvembed import NVEMBED
+from gpu.folder.outputs import QUERY_PROMPT
 from gpu.folder.prompts import N_SHARED
 from gpu.folder.spec import ModelSpec
 from schemas.errors import (
@@ -101,13 +102,13 @@ class TextEncoder:
         self._template: Template = learn_template(
             tokenizer, special_tokens=spec.calls.special_tokens
         )
+        self._bare = learn_template(tokenizer, special_tokens=False)
         description = json.loads(tokenizer.to_str())
         self._control = ControlTokens(tokenizer, description["model"])
         self._strip = spec.chat is not None and spec.chat.strip
         if spec.chat is not None:
-            plain = learn_template(tokenizer, special_tokens=False)
             behind = self._control.constant(spec.chat.after)
-            self._template = dataclasses.replace(plain, suffix=behind)
+            self._template = dataclasses.replace(self._bare, suffix=behind)
         notes = spec.notes
         if self._control.spelled:
             told = f"written in a text, these are spelled out: {' '.join(self._control.spelled)}"
@@ -195,7 +196,8 @@ class TextEncoder:
             return plan
         if request.prompt is None:
             name = request.prompt_name or self.spec.default_prompt_name
-            plan.prompt_name = None if self.spec.multivector is None else name
+            sides = self.spec.multivector is not None or self.spec.free_queries
+            plan.prompt_name = name if sides else None
             plan.lead, prompt = self._prompts.lead(name, prompt)
         for item in request.input:
             if isinstance(item, Text):
@@ -263,17 +265,19 @@ class TextEncoder:
             return content
         if self._is_empty(text, content, prompt_ids):
             return empty(f"$.input[{index}]", index)
-        n_around = self._template.n_single + len(plan.lead)
+        free = self.spec.free_queries and plan.prompt_name == QUERY_PROMPT
+        template = self._bare if free else self._template
+        n_around = template.n_single + len(plan.lead)
         n_prompt = 0 if prompt_ids is None else len(prompt_ids)
         masked = not self.spec.include_prompt and n_prompt + len(plan.lead) > 0
         limit, expansion = of_queries(self.spec, plan.prompt_name)
         if len(content) + n_around > limit and _aggregates(plan.request):
-            head = np.concatenate((self._template.prefix, plan.lead))
+            head = np.concatenate((template.prefix, plan.lead))
             return chunked(
                 head,
                 content,
                 content[:n_prompt],
-                self._template.suffix,
+                template.suffix,
                 limit=limit,
                 options=plan.options,
                 index=index,
@@ -282,14 +286,14 @@ class TextEncoder:
         cut = cut_to(content, limit - n_around, plan.request.truncate)
         if cut is None:
             return too_long(index, len(content) + n_around, limit)
-        ids = self._template.single(np.concatenate((plan.lead, cut)) if len(plan.lead) else cut)
+        ids = template.single(np.concatenate((plan.lead, cut)) if len(plan.lead) else cut)
         if len(ids) == 0:
             return empty(f"$.input[{index}]", index)
         pooled_from = 0
         if masked:
             lost = len(content) - len(cut) if plan.request.truncate == "left" else 0
             kept = len(plan.lead) + min(max(n_prompt - lost, 0), len(cut))
-            pooled_from = self._after(len(self._template.prefix)) + kept if kept else 0
+            pooled_from = self._after(len(template.prefix)) + kept if kept else 0
         item = EncodedItem(
             ids,
             plan.options,

@@ -15,8 +15,7 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.hub import resolve_folder
 from gpu.folder.keys import KeyReader
-from gpu.folder.modules import read_json
-from gpu.folder.stored import ADAPTER, TOKENIZER_FILES
+from gpu.folder.stored import ADAPTER, TOKENIZER_FILES, read_json
 
 WEIGHTS = "adapter_model.safetensors"
 # Where the base lies and which version of peft wrote the file change no number.

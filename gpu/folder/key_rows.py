@@ -204,6 +204,18 @@ ROWS: dict[str, dict[str, Any]] = {
         "library": _ST,
         "honoured": "skiplist_words skiplist_tasks keep_only_token_ids",
     },
+    "Router": {"library": _ST, "honoured": "types structure parameters"},
+    "Router parameters": {
+        "library": _ST,
+        "honoured": "default_route",
+        "inert": "allow_empty_key",
+        "only": {"route_mappings": (({}, None), _NOT_YET)},
+    },
+    "SparseStaticEmbedding": {
+        "library": _ST,
+        "inert": "frozen",
+        "only": {"path": ((None,), "save the weights as model.safetensors")},
+    },
     "LogitScore": {
         "library": _ST,
         "honoured": "true_token_id false_token_id",

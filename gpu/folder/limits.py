@@ -14,8 +14,8 @@ from typing import Any
 from gpu.faults import ModelLoadError
 from gpu.folder.decoders import rope_limit
 from gpu.folder.families import Family, position_offset
-from gpu.folder.modules import read_json
 from gpu.folder.sentence_bert import read_sentence_bert
+from gpu.folder.stored import read_json
 
 _UNLIMITED = 1_000_000_000  # tokenizers write 1e30 for "no limit"
 

@@ -8,7 +8,6 @@ would give vectors of the right size and the wrong direction.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 from gpu.batch import Pooling
 from gpu.faults import ModelLoadError
 from gpu.folder.keys import KeyReader
+from gpu.folder.router import read_router
+from gpu.folder.stored import read_json
 
 POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "mean": "mean", "lasttoken": "last_token", "last_token": "last_token", "max": "max",
@@ -54,18 +55,6 @@ class DenseSpec:
     residual: bool = False
 
 
-def read_json(path: Path, *, required: bool = False) -> Any:
-    """The parsed file, or {} when it does not exist and is not required."""
-    if not path.is_file():
-        if required:
-            raise ModelLoadError(f"{path} is missing: {path.parent} is not a complete model folder")
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-
-
 @dataclass(frozen=True, slots=True)
 class Modules:
     """modules.json, read.
@@ -85,6 +74,7 @@ class Modules:
     token_dense: tuple[DenseSpec, ...] = ()
     mask: Mapping[str, Any] | None = None
     logit_score: Mapping[str, Any] | None = None  # config of a CrossEncoder's LogitScore
+    query_table: Path | None = None  # folder of the weights of queries, which go through no model
 
 
 def read_modules(folder: Path, keys: KeyReader) -> Modules:
@@ -103,6 +93,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
     token_dense: list[DenseSpec] = []
     normalize = False
     logit_score: Mapping[str, Any] | None = None
+    query_table: Path | None = None
     colbert = is_colbert(folder)
     for entry in entries:
         keys.check(folder / "modules.json", entry, "modules.json")
@@ -114,6 +105,14 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
         done = splade is not None or mask is not None
         if kind in ("Transformer", "MLMTransformer") and transformer is None:
             transformer = path
+        elif kind in ("Router", "Asym") and len(entries) == 1:
+            routes = read_router(path, keys)
+            transformer, query_table = routes.transformer, routes.table
+            keys.check(
+                routes.pooling / "config.json",
+                splade := read_json(routes.pooling / "config.json", required=True),
+                "SpladePooling",
+            )
         elif transformer is None or splade is not None:
             raise _misplaced(folder, entry)
         elif kind == "SpladePooling" and pooling is None and not token_dense:
@@ -155,6 +154,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
         splade=splade,
         token_dense=tuple(token_dense),
         mask=mask,
+        query_table=query_table,
     )
 
 

@@ -17,10 +17,9 @@ from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import FAMILIES
 from gpu.folder.fingerprint import fingerprint_of
 from gpu.folder.keys import KeyReader
-from gpu.folder.modules import read_json
 from gpu.folder.sentence_bert import check_shared_files, read_sentence_bert
 from gpu.folder.spec import ModelSpec, Overrides
-from gpu.folder.stored import check_files, weight_files
+from gpu.folder.stored import check_files, read_json, weight_files
 
 NVEMBED = "nvembed"
 # modeling_nvembed.py's LatentAttentionConfig.

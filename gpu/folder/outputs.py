@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from gpu.faults import ModelLoadError
-from gpu.folder.modules import DenseSpec, Modules, read_json
+from gpu.folder.modules import DenseSpec, Modules
 from gpu.folder.sentence_bert import read_sentence_bert
-from gpu.folder.stored import weight_files
+from gpu.folder.stored import read_json, weight_files
 from schemas.requests import Output
 
 OUTPUTS: tuple[Output, ...] = ("dense", "sparse", "multivector")
@@ -37,14 +37,16 @@ class SpladeSpec:
 
     pooling: over the item's tokens, special ones included. twice: log1p is applied a second time
     (OpenSearch's ``log1p_relu``). Formulas: Sentence-Transformers' `SpladePooling`.
+    query_table: folder of a weight for each token, which is all that a query is given (inference-free).
     """
 
     pooling: Literal["max", "sum"] = "max"
     twice: bool = False
+    query_table: Path | None = None
 
     def files(self) -> list[Path]:
         """Weight files beside the model's own."""
-        return []
+        return [] if self.query_table is None else weight_files(self.query_table)
 
     def meaning(self) -> Any:
         """What gives the weights their meaning, as plain values, for the fingerprint."""
@@ -203,7 +205,9 @@ def splade_spec(folder: Path, modules: Modules, pooling: str | None) -> SpladeSp
             f"{folder}: SpladePooling with {strategy!r} and {activation!r} is not supported; supported "
             "are max or sum, and relu or log1p_relu"
         )
-    return SpladeSpec(pooling=strategy, twice=activation == "log1p_relu")
+    return SpladeSpec(
+        pooling=strategy, twice=activation == "log1p_relu", query_table=modules.query_table
+    )
 
 
 def m3_specs(
@@ -266,11 +270,21 @@ def colbert_spec(
     )
 
 
-def late_fields(
-    folder: Path, common: Mapping[str, Any], vectors: TokenVectorSpec
+def has_sides(sparse: SparseSpec | None, vectors: TokenVectorSpec | None, dense: bool) -> bool:
+    """Whether texts are queries or documents to the model, which computes them apart."""
+    free = isinstance(sparse, SpladeSpec) and sparse.query_table is not None
+    return free or (vectors is not None and not dense)
+
+
+def side_fields(
+    folder: Path, common: Mapping[str, Any], vectors: TokenVectorSpec | None
 ) -> dict[str, Any]:
-    """Fields of the `ModelSpec` of a model whose texts are queries or documents: both names are prompts."""
-    if vectors.expansion is not None and vectors.expansion.length > common["max_tokens"]:
+    """Fields of the `ModelSpec` of a model with sides: both names are prompts."""
+    if (
+        vectors is not None
+        and vectors.expansion is not None
+        and vectors.expansion.length > common["max_tokens"]
+    ):
         raise ModelLoadError(
             f"{folder}: queries are filled up to {vectors.expansion.length} tokens, and the model takes "
             f"{common['max_tokens']}"

@@ -27,16 +27,16 @@ from gpu.folder.families import FAMILIES, Family, position_offset
 from gpu.folder.fingerprint import fingerprint_of
 from gpu.folder.keys import KeyReader
 from gpu.folder.limits import max_tokens
-from gpu.folder.modules import read_json, read_modules
+from gpu.folder.modules import read_modules
 from gpu.folder.nvembed import read_nvembed
 from gpu.folder.odd import no_weights, odd_architecture, refuse_odd
-from gpu.folder.outputs import late_fields
+from gpu.folder.outputs import has_sides, side_fields
 from gpu.folder.prompts import LabelHead
 from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
 from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.static import read_static
-from gpu.folder.stored import check_files, weight_files
+from gpu.folder.stored import check_files, read_json, weight_files
 from gpu.folder.vision import read_vision
 from schemas.requests import Task
 
@@ -133,8 +133,9 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
             notes = (*notes, JOINED)
     else:
         answer = embed_fields(folder, family, config, modules, said)
-        if answer.get("pooling") is None and answer["multivector"] is not None:
-            common |= late_fields(folder, common, answer["multivector"])
+        parts = answer["sparse"], answer["multivector"]
+        if has_sides(*parts, dense=answer.get("pooling") is not None):
+            common |= side_fields(folder, common, answer["multivector"])
     answer["notes"] = (
         *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
     )  # fmt: skip

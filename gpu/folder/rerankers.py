@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
-from gpu.folder.modules import read_json
 from gpu.folder.prompts import BUILT_IN_LABELS, LabelHead, PairPrompt, pair_prompt
 from gpu.folder.sentence_bert import read_sentence_bert
+from gpu.folder.stored import read_json
 
 # Private-use characters: in no template, untouched by upper, trim and replace.
 _MARKS = {"instruction": "\ue000i\ue000", "query": "\ue000q\ue000", "document": "\ue000d\ue000"}

@@ -14,7 +14,8 @@ from typing import Any
 
 from gpu.faults import ModelLoadError
 from gpu.folder.keys import KeyReader
-from gpu.folder.modules import is_colbert, read_json
+from gpu.folder.modules import is_colbert
+from gpu.folder.stored import read_json
 
 SENTENCE_BERT = "sentence_bert_config.json"
 # In the library's own order: the first that is there counts.

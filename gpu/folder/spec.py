@@ -98,6 +98,11 @@ class ModelSpec:
         return isinstance(self.sparse, SpladeSpec)
 
     @property
+    def free_queries(self) -> bool:
+        """Queries go through no model: their tokens have weights of their own."""
+        return isinstance(self.sparse, SpladeSpec) and self.sparse.query_table is not None
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """What it can give for one text, in the order in which one of them is the default."""
         there = (self.dimensions, self.sparse, self.multivector)

@@ -15,11 +15,10 @@ from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import Family
 from gpu.folder.fingerprint import fingerprint_of
 from gpu.folder.keys import KeyReader
-from gpu.folder.modules import read_json
 from gpu.folder.outputs import vocabulary
 from gpu.folder.sentence_bert import check_shared_files
 from gpu.folder.spec import ModelSpec, Overrides
-from gpu.folder.stored import weight_files
+from gpu.folder.stored import read_json, weight_files
 
 MODEL2VEC, STATIC_EMBEDDING = "model2vec", "static_embedding"
 STATIC_TYPES = (MODEL2VEC, STATIC_EMBEDDING)

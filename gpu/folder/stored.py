@@ -25,6 +25,18 @@ _COUNTERS = frozenset({"I64", "I32", "BOOL", "U8"})
 _HEADER_LIMIT = 100_000_000  # safetensors' own
 
 
+def read_json(path: Path, *, required: bool = False) -> Any:
+    """The parsed file, or {} when it does not exist and is not required."""
+    if not path.is_file():
+        if required:
+            raise ModelLoadError(f"{path} is missing: {path.parent} is not a complete model folder")
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Weight files of a folder: all safetensors shards, or else pickled ones."""
     safe = sorted(folder.glob("model*.safetensors"))

@@ -16,10 +16,9 @@ from gpu.folder.embedder import allowed_dimensions, read_prompts
 from gpu.folder.families import VISION_FAMILIES, Family
 from gpu.folder.fingerprint import fingerprint_of
 from gpu.folder.keys import KeyReader
-from gpu.folder.modules import read_json
 from gpu.folder.sentence_bert import check_shared_files
 from gpu.folder.spec import ModelSpec, Overrides
-from gpu.folder.stored import check_files, weight_files
+from gpu.folder.stored import check_files, read_json, weight_files
 
 PREPROCESSOR = "preprocessor_config.json"
 CLIP, QWEN2_VL = "clip", "qwen2_vl"

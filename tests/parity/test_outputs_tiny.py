@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 
 from gpu.batch import pack, scatter
+from gpu.faults import ModelLoadError
 from gpu.folder.families import FAMILIES
+from gpu.folder.read import load_spec
 from gpu.load import make_runner_factory
 from schemas.requests import Document, EmbedRequest, RerankRequest, Text
-from tests.support.models import FAMILY_NAMES
-from tests.support.models_outputs import write_colbert, write_m3, write_splade, write_static
+from tests.support.models import FAMILY_NAMES, edit_json
+from tests.support.models_outputs import (
+    write_colbert,
+    write_m3,
+    write_router,
+    write_splade,
+    write_static,
+)
 
 TEXTS = [
     "hello world", "kafka", "the capital of china is beijing, a large river in blue",
@@ -55,6 +64,57 @@ def test_splade_equals_sparse_encoder(
         got = full(outcome.sparse, len(expected))
         assert np.abs(got - expected).max() <= 1e-5 * max(1.0, expected.max())
         assert outcome.sparse[0].tolist() == np.flatnonzero(expected > 0).tolist()
+
+
+def test_inference_free_splade_equals_sparse_encoder(tmp_path: Path) -> None:
+    """A10, A06, J07: documents through the model, queries through the table, in one pack too."""
+    from sentence_transformers import SparseEncoder
+
+    folder = write_router(tmp_path / "m")
+    runner = make_runner_factory("m", folder)()
+    model = SparseEncoder(str(folder), device="cpu")
+    texts = [*TEXTS, "the the the river"]
+    items = {}
+    for side, encode in (("query", model.encode_query), ("document", model.encode_document)):
+        want = encode(texts, convert_to_sparse_tensor=False).numpy()
+        request = EmbedRequest(id="r", input=tuple(map(Text, texts)), prompt_name=side)
+        items[side] = runner.encoder.encode([request])[0].items
+        for outcome, expected in zip(outcomes(runner, texts, prompt_name=side), want, strict=True):
+            assert outcome.sparse[0].tolist() == np.flatnonzero(expected > 0).tolist()
+            got = full(outcome.sparse, len(expected))
+            assert np.abs(got - expected).max() <= 1e-5 * max(1.0, expected.max())
+    mixed = pack([items["query"][0], items["document"][1], items["query"][2], items["document"][0]])
+    for got, item in zip(runner.forward(mixed), mixed.items, strict=True):
+        (alone,) = runner.forward(pack([item]))
+        assert [part.tobytes() for part in got.sparse] == [part.tobytes() for part in alone.sparse]
+    assert (
+        outcomes(runner)[0].sparse[1].tobytes()
+        == outcomes(runner, prompt_name="document")[0].sparse[1].tobytes()
+    ), "a text without a prompt name is a document"
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"parameters": {"default_route": "query"}}, "default_route = 'query'"),
+        ({"parameters": {"default_route": "document", "odd": 1}}, "odd .*ignore_keys"),
+        (
+            {"structure": {"query": ["query_0_SparseStaticEmbedding"]}},
+            "is not supported; supported is",
+        ),
+        ({"odd": 1}, "odd .*ignore_keys"),
+    ],
+)
+def test_another_router_is_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    known = tmp_path_factory.getbasetemp() / "router"
+    if not known.is_dir():
+        write_router(known)
+    folder = Path(shutil.copytree(known, tmp_path / "m"))
+    edit_json(folder / "router_config.json", **change)
+    with pytest.raises(ModelLoadError, match=what):
+        load_spec(folder)
 
 
 def test_mlm_families_are_those_that_tests_write() -> None:

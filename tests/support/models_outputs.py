@@ -51,6 +51,29 @@ def write_splade(
     return folder
 
 
+def write_router(folder: Path, **model: Any) -> Path:
+    """Inference-free SPLADE, as sentence-transformers itself writes it: documents through a masked-LM
+    model, queries through a table."""
+    import torch
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sparse_encoder.modules import (
+        MLMTransformer,
+        SparseStaticEmbedding,
+        SpladePooling,
+    )
+
+    documents = write_splade(folder.with_name("documents"), "bert", modules=False, **model)
+    transformer = MLMTransformer(str(documents))
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.rand(len(transformer.tokenizer), generator=generator)
+    weight[::7] = 0.0
+    table = SparseStaticEmbedding(transformer.tokenizer, weight=weight)
+    router = Router.for_query_document([table], [transformer, SpladePooling("max")])
+    SparseEncoder(modules=[router], device="cpu").save_pretrained(str(folder))
+    return folder
+
+
 def write_m3(folder: Path, *, modules: bool = True, normalize: bool = True, **fields: Any) -> Path:
     """An XLM-R folder with BGE-M3's two extra heads."""
     import torch
