@@ -17,6 +17,9 @@ from schemas.errors import EmbedstreamError
 ORIGINAL_BYTES = "embedstream-original-bytes"
 """Header of a dead letter whose body was cut because the broker takes no larger one."""
 
+ORIGINAL_KEY = "embedstream-key"
+"""Header of a dead letter whose record had a key: the letter's own is the request id."""
+
 
 def cut_to_fit(
     delivery: Delivery, headers: Mapping[str, bytes], limit_bytes: int
@@ -39,12 +42,14 @@ def cut_to_fit(
 def dead_letter_headers(
     delivery: Delivery, error: EmbedstreamError, kind: record_headers.DeadLetterKind
 ) -> dict[str, bytes]:
-    """Original headers, then code, message, origin (JSON), attempts and kind of the dead letter."""
-    ours: Mapping[str, str] = {
+    """Original headers, then code, message, origin (JSON), attempts, kind, and the key if there was one."""
+    ours: dict[str, str] = {
         record_headers.DEAD_LETTER_CODE: error.code,
         record_headers.DEAD_LETTER_MESSAGE: error.message,
         record_headers.DEAD_LETTER_ORIGIN: json.dumps(dict(delivery.origin), separators=(",", ":")),
         record_headers.DEAD_LETTER_ATTEMPTS: str(delivery.attempt),
         record_headers.DEAD_LETTER_KIND: kind,
     }
+    if delivery.key is not None:
+        ours |= {ORIGINAL_KEY: delivery.key}
     return {**delivery.headers, **{name: value.encode() for name, value in ours.items()}}

@@ -18,6 +18,7 @@ import typer
 
 from pipeline.cli import collections, questions, sign
 from pipeline.cli.console import State, note_error, print_traceback, report_failure
+from pipeline.cli.letters import letters_app
 from pipeline.cli.options import (
     ConfigOption,
     JsonOption,
@@ -41,6 +42,7 @@ models_app = typer.Typer(
     no_args_is_help=True, help="The packaged demo models: list, fetch.", rich_markup_mode=None
 )
 app.add_typer(models_app, name="models")
+app.add_typer(letters_app, name="dead-letters")
 
 
 def _version(value: bool) -> None:

@@ -21,6 +21,7 @@ from pipeline.transports.files.options import REPLIES as FILE_REPLIES
 from pipeline.transports.files.options import STANDARD, FileOptions
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.kafka.options import KafkaOptions
+from pipeline.transports.letters import Letters
 from pipeline.transports.one_place import OnePlace
 from pipeline.transports.options import Options
 from pipeline.transports.redis.options import RedisOptions
@@ -47,6 +48,12 @@ class _SinkModule(Protocol):
         ...
 
 
+class _LettersModule(Protocol):
+    async def open_letters(self, options: Any, place: str) -> Letters:
+        """As `registry.open_letters`."""
+        ...
+
+
 class _AskModule(Protocol):
     async def open_asker(self, options: Any, *, timeout_s: float) -> Asker:
         """As `open_source`."""
@@ -63,6 +70,7 @@ class Kind:
     options   what an address of it is read into
     folder    the package with `source.py`, `sink.py`, `reach.py` and, when `asks`, `ask.py`
     asks      a running service can be asked over it
+    keeps_letters  it has `letters.py`: dead letters can be listed and sent again
     lane      where its requests go unless the route says otherwise
     """
 
@@ -73,6 +81,7 @@ class Kind:
     options: type[Options]
     folder: str
     asks: bool = False
+    keeps_letters: bool = False
     lane: Lane = "bulk"
 
     def module(self, file: str) -> Any:
@@ -89,6 +98,7 @@ KINDS = (
         options=KafkaOptions,
         folder="kafka",
         asks=True,
+        keeps_letters=True,
     ),
     Kind(
         name="redis",
@@ -98,6 +108,7 @@ KINDS = (
         options=RedisOptions,
         folder="redis",
         asks=True,
+        keeps_letters=True,
         lane="interactive",  # a Redis queue is where somebody waits for the answer
     ),
     Kind(
@@ -116,6 +127,7 @@ KINDS = (
         form="file:///path.jsonl, or - for stdin to stdout",
         options=FileOptions,
         folder="files",
+        keeps_letters=True,
     ),
     Kind(
         name="inproc",
@@ -261,6 +273,18 @@ async def open_asker(url: str, *, timeout_s: float = 10.0) -> Asker:
 def reaching(url: str) -> None:
     """Import what `reach` needs, which takes longer than a broker may. Raises `ValueError`."""
     kind_of(url).module("reach")
+
+
+async def open_letters(url: str) -> Letters:
+    """The dead letters at `kafka://host:port/topic`, `redis://host:port/stream:NAME`, `file:///path.jsonl`.
+
+    Raises `ValueError` and `ConnectionError`, each with one line and the remedy.
+    """
+    options, place = parse_destination(url)
+    if url == STANDARD or not kind_of(url).keeps_letters:
+        raise ValueError("dead letters lie in a kafka:// topic, a redis:// stream or a file://")
+    opener: _LettersModule = kind_of(url).module("letters")
+    return await opener.open_letters(options, place)
 
 
 async def reach(url: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from aiokafka import ConsumerRecord
 
 from schemas.results import Reply
 from tests.support.kafka_bench import (
@@ -114,6 +115,33 @@ async def test_a_second_signal_exits_at_once(kafka_server: ServerInfo, tmp_path:
                 await asyncio.sleep(0.01)
             service.signal(signal.SIGTERM)
             assert await asyncio.to_thread(service.wait) == 128 + signal.SIGTERM, service.log()
+
+
+async def test_poison_records_are_dead_lettered_and_the_partition_moves_on(
+    kafka_server: ServerInfo, tmp_path: Path
+) -> None:
+    """E13, E14, D08: garbage, truncated msgpack, JSON array, pickle, empty, tombstone; then a good one."""
+    bench = Bench(kafka_server.address)
+    await bench.create(1)
+    bad = [b"\xff\x00", b"\x82\xa2id", b"[1,2]", b"\x80\x04\x95K\x01.", b""]
+    seen: Counter[str] = Counter()
+    letters: list[ConsumerRecord] = []
+    async with (
+        bench.reading(bench.replies, 1) as replies,
+        bench.reading(bench.dead_letters, 1) as dead,
+    ):
+        with service_process(bench.config(), tmp_path):
+            await bench.produce_raw({f"bad{n}": body for n, body in enumerate(bad)})
+            await bench.produce_raw({"tombstone": None})
+            await bench.produce({"good": {"input": "still alive"}})
+            await collect(replies, {"good"}, seen, {})
+            while len(letters) < len(bad):
+                for records in (await dead.getmany(timeout_ms=500)).values():
+                    letters += records
+    assert sorted(letter.value for letter in letters) == sorted(bad)
+    headers = dict(letters[0].headers)
+    assert headers["embedstream-kind"] == b"unprocessable"
+    assert bench.topic.encode() in headers["embedstream-origin"]
 
 
 async def test_a_forward_longer_than_poll_interval_and_session_is_done_once(

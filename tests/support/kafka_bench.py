@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ class Bench:
             ]
             await asyncio.gather(*futures)
 
-    async def produce_raw(self, bodies: dict[str, bytes]) -> None:
+    async def produce_raw(self, bodies: Mapping[str, bytes | None]) -> None:
         """Bodies by record key."""
         async with AIOKafkaProducer(bootstrap_servers=self.address) as producer:
             for key, body in bodies.items():

@@ -7,6 +7,7 @@ What must stay true: a line is written whole or not begun.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import threading
@@ -100,11 +101,14 @@ class FileSink:
 
 
 def _dead_letter(key: str, body: bytes, headers: Mapping[str, bytes]) -> bytes:
-    record = {
+    record: dict[str, object] = {
         "id": key,
         "headers": {name: value.decode("utf-8", "replace") for name, value in headers.items()},
-        "body": body.decode("utf-8", "backslashreplace"),
     }
+    try:
+        record["body"] = body.decode("utf-8")
+    except UnicodeDecodeError:
+        record["body_base64"] = base64.b64encode(body).decode()
     return json.dumps(record).encode()
 
 

@@ -178,7 +178,7 @@ async def test_concurrent_replies_are_whole_lines(tmp_path: Path) -> None:
     assert sorted(lines[:-1]) == sorted(bodies)
     assert json.loads(lines[-1]) == {"a": 1}
     dead = json.loads((tmp_path / "dead.jsonl").read_text())
-    assert dead == {"id": "k", "headers": {"reason": "bad"}, "body": "\\xff\x00"}
+    assert dead == {"id": "k", "headers": {"reason": "bad"}, "body_base64": "/wA="}
     await transport.source.aclose()
     await sink.aclose()
 
