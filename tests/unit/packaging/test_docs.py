@@ -52,12 +52,13 @@ def test_commands_and_their_options_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     code = re.findall(r"`([^`\n]+)`", text) + "\n".join(blocks(text, "sh")).splitlines()
     for line in code:
-        match = re.match(r"(?:\.venv/bin/)?embedstream ([a-z]+)(.*)", line.strip())
+        match = re.match(r"(?:\.venv/bin/)?embedstream ([a-z-]+)(.*)", line.strip())
         if match is None:
             continue
         assert match[1] in known, f"{page.name}: {line}"
         command = get_command(app).commands[match[1]]
-        options = {name for parameter in command.params for name in parameter.opts}
+        below = getattr(command, "commands", {}).values()
+        options = {n for one in (command, *below) for p in one.params for n in p.opts}
         for option in re.findall(r"(--[a-z][a-z-]*)", match[2].split("#")[0]):
             assert option in options, f"{page.name}: {line}"
 
