@@ -17,7 +17,7 @@ from gpu.batch import Float32, Runner, pack, scatter
 from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
 from schemas.errors import EmbedstreamError
-from schemas.requests import Document, EmbedRequest, RerankRequest, Text
+from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 
 TEXTS = (
     " . ",
@@ -84,14 +84,18 @@ def second_opinion(runner: Runner) -> Opinion:
 
 def _comparison(spec: ModelSpec) -> Callable[[Runner, ModelSpec], float] | str:
     """How to compare; a text: why not."""
-    if spec.label_head is not None or spec.multivector is not None:
-        return "label tokens and token-level vectors are compared in the test suite alone"
+    if spec.label_head is not None:
+        return "label tokens are compared in the test suite alone"
+    if spec.adapter is not None:
+        return "its library loads adapters through peft, with which the test suite compares"
+    if spec.multivector is not None:
+        return _token_vectors if spec.dimensions is None else _vectors
     if isinstance(spec.sparse, SpladeSpec):
         return _sparse
     if "rerank" in spec.tasks:
         return _scores
     if spec.head:
-        return "several labels are compared in the test suite alone"
+        return _labels
     if not (spec.folder / "modules.json").is_file():
         return "the folder names no modules, so its library would guess the pooling"
     return _vectors
@@ -111,12 +115,48 @@ def _sparse(runner: Runner, spec: ModelSpec) -> float:
 
     model = SparseEncoder(str(spec.folder), device="cpu", local_files_only=True)
     worst = 0.0
-    for text, outcome in zip(TEXTS, _embed(runner), strict=True):
-        row = model.encode([text], convert_to_sparse_tensor=False)[0].numpy()
-        ours = np.zeros_like(row)
-        indices, weights = _one(outcome).sparse
-        ours[indices] = weights
-        worst = max(worst, _worst(ours, row))
+    sides: list[tuple[str | None, Any]] = [(None, model.encode)]
+    if spec.free_queries:
+        sides.append(("query", model.encode_query))
+    for side, encode in sides:
+        for text, outcome in zip(TEXTS, _embed(runner, prompt_name=side), strict=True):
+            row = encode([text], convert_to_sparse_tensor=False)[0].numpy()
+            ours = np.zeros_like(row)
+            indices, weights = _one(outcome).sparse
+            ours[indices] = weights
+            worst = max(worst, _worst(ours, row))
+    return worst
+
+
+def _token_vectors(runner: Runner, spec: ModelSpec) -> float:
+    """Queries and documents of a ColBERT folder."""
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(str(spec.folder), device="cpu", local_files_only=True)
+    worst = 0.0
+    for side, encode in (("query", model.encode_query), ("document", model.encode_document)):
+        for text, outcome in zip(TEXTS, _embed(runner, prompt_name=side), strict=True):
+            worst = max(worst, _worst(_one(outcome).multivector, encode([text])[0].numpy()))
+    return worst
+
+
+def _labels(runner: Runner, spec: ModelSpec) -> float:
+    """Logits of a classifier, against transformers itself, each text alone."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(spec.transformer), "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForSequenceClassification.from_pretrained(**where).eval().float()
+    request = ClassifyRequest(
+        id="verify", input=tuple(map(Text, TEXTS)), raw_scores=True, truncate="right"
+    )
+    worst = 0.0
+    for text, outcome in zip(TEXTS, _outcomes(runner, request), strict=True):
+        encoded = tokenizer(text, truncation=True, max_length=spec.max_tokens, return_tensors="pt")
+        with torch.inference_mode():
+            logits = model(**encoded).logits[0].numpy()
+        worst = max(worst, _worst(_one(outcome).scores, logits))
     return worst
 
 
@@ -140,8 +180,8 @@ def _scores(runner: Runner, spec: ModelSpec) -> float:
     return _worst(ours, theirs)
 
 
-def _embed(runner: Runner) -> list[Any]:
-    request = EmbedRequest(id="verify", input=tuple(map(Text, TEXTS)), truncate="right")
+def _embed(runner: Runner, **fields: Any) -> list[Any]:
+    request = EmbedRequest(id="verify", input=tuple(map(Text, TEXTS)), truncate="right", **fields)
     return _outcomes(runner, request)
 
 

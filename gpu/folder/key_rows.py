@@ -14,6 +14,10 @@ from typing import Any
 _ST, _TF = "sentence-transformers", "transformers"
 _NOT_YET = "this engine does not compute it"
 _OFF = (None, False)
+_IMAGE_CLASSES = (
+    "CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil", "CLIPFeatureExtractor",
+    "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil",
+)  # fmt: skip
 _MODULE_NAMES = (None, "sentence_embedding", "token_embeddings")
 
 ROPE = """rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast
@@ -165,6 +169,25 @@ ROWS: dict[str, dict[str, Any]] = {
                 "requests or set `matryoshka_dimensions`",
             ),
             "max_active_dims": ((None,), "its library keeps the largest weights only; " + _NOT_YET),
+        },
+    },
+    "preprocessor_config.json": {
+        "library": _TF,
+        "honoured": """do_resize size resample do_center_crop crop_size do_rescale rescale_factor
+            do_normalize image_mean image_std do_convert_rgb default_to_square patch_size
+            temporal_patch_size merge_size""",
+        # The counts of image tokens, config.json's or GME's own, stand above the last two.
+        "inert": """processor_class _valid_processor_keys auto_map image_seq_length disable_grouping
+            return_tensors device min_pixels max_pixels""",
+        "only": {
+            **dict.fromkeys(
+                ("image_processor_type", "feature_extractor_type"),
+                (_IMAGE_CLASSES, "another class would prepare the images otherwise"),
+            ),
+            "do_pad": (_OFF, _NOT_YET),
+            "pad_size": ((None,), _NOT_YET),
+            "data_format": ((None, "channels_first"), _NOT_YET),
+            "input_data_format": ((None,), _NOT_YET),
         },
     },
     "modules.json": {

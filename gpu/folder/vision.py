@@ -42,6 +42,7 @@ def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
     if not (where / PREPROCESSOR).is_file():
         raise ModelLoadError(f"{where}: no {PREPROCESSOR}, which says how images are resized")
+    keys.check(where / PREPROCESSOR, read_json(where / PREPROCESSOR), PREPROCESSOR)
     text = {**config, **(config.get("text_config") or {})}
     is_clip = family.model_type == CLIP
     if said.pooling not in (None, "last_token"):

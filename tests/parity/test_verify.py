@@ -11,7 +11,10 @@ import pytest
 
 from gpu.load import make_runner_factory
 from gpu.verify import TEXTS, second_opinion
-from tests.support.models import edit_json, write_model
+from tests.support.models import FAMILY_NAMES, edit_json, write_model
+from tests.support.models_encoders import ENCODER_NAMES
+from tests.support.models_more import MORE_NAMES
+from tests.support.models_outputs import write_colbert, write_m3, write_router, write_splade
 
 FOLDERS: dict[str, dict[str, Any]] = {
     "bert": {"dense": 8},
@@ -27,13 +30,36 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FOLDERS)
+SEEDED = [*FAMILY_NAMES, *ENCODER_NAMES, *MORE_NAMES]
+
+
+@pytest.mark.parametrize("family", SEEDED)
 def test_the_library_agrees_on_seeded_folders(tmp_path: Path, family: str) -> None:
-    folder = write_model(tmp_path / "m", family, **FOLDERS[family])
+    """One folder of every family of the table."""
+    folder = write_model(tmp_path / "m", family, **FOLDERS.get(family, {}))
     edit_json(folder / "tokenizer_config.json", model_max_length=60)
     opinion = second_opinion(make_runner_factory("m", folder)())
     assert opinion.agrees and opinion.worst is not None and opinion.worst <= 1e-5, opinion
     assert f"over {len(TEXTS)} texts" in opinion.told()
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "labels": lambda folder: write_model(folder, "distilbert", labels=3),
+    "splade": write_splade,
+    "router": write_router,
+    "colbert": lambda folder: write_colbert(folder, skip=(".", ",")),
+    "pylate": lambda folder: write_colbert(folder, style="pylate", prefixes=True, expand=True),
+    "m3": write_m3,
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_library_agrees_on_other_kinds(tmp_path: Path, kind: str) -> None:
+    folder = WRITERS[kind](tmp_path / "m")
+    if (folder / "tokenizer_config.json").is_file():
+        edit_json(folder / "tokenizer_config.json", model_max_length=60)
+    opinion = second_opinion(make_runner_factory("m", folder)())
+    assert opinion.agrees and opinion.worst is not None and opinion.worst <= 1e-5, opinion
 
 
 def test_a_folder_that_is_served_wrong_is_told(tmp_path: Path) -> None:

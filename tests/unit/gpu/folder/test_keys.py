@@ -19,6 +19,7 @@ from tests.support import config_keys
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_encoders import ENCODERS
 from tests.support.models_more import MORE_NAMES
+from tests.support.models_vision import write_clip
 
 COMMON: dict[str, Any] = {
     "_name_or_path": "x", "architectures": ["X"], "transformers_version": "4.40.0", "torch_dtype": "float32",
@@ -265,3 +266,21 @@ def test_what_was_honoured_is_told_by_file(bert: Path) -> None:
         assert line in honoured
     edit_json(bert / "config.json", gradient_checkpointing=True)
     assert load_spec(bert).honoured == honoured
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"crop_pct": 0.9}, "crop_pct .*ignore_keys"),
+        ({"image_processor_type": "BlipImageProcessor"}, "would prepare the images otherwise"),
+        ({"do_pad": True}, "do_pad = True is not supported"),
+    ],
+)
+def test_how_images_are_prepared_is_read_by_allow_list(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    folder = write_clip(tmp_path / "m")
+    assert any("preprocessor_config.json: size" in line for line in load_spec(folder).honoured)
+    edit_json(folder / "preprocessor_config.json", **change)
+    with pytest.raises(ModelLoadError, match=what):
+        load_spec(folder)
