@@ -25,6 +25,7 @@ from typing import NoReturn
 
 GRACE_S = 1.5
 """From the first signal: time to remove what is half done and to stop what was started."""
+_AGAIN_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,6 +34,7 @@ class _State:
 
     received: int | None = None
     may_unwind = False
+    lost = False
     cancel: Callable[[], object] | None = None
 
 
@@ -40,6 +42,7 @@ def watch() -> None:
     """Set the handlers. Before `started` is called they end the process at once."""
     for number in _SIGNALS:
         signal.signal(number, _on_signal)
+    sys.unraisablehook = _on_unraisable
 
 
 def started() -> None:
@@ -81,7 +84,21 @@ def _discard(stream: object) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def _on_unraisable(event: sys.UnraisableHookArgs) -> None:
+    """Python drops what is raised inside a finalizer or a weak reference's callback, ours too: again."""
+    if _State.received is None or not isinstance(event.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(event)
+        return
+    _State.lost = True
+    timer = threading.Timer(_AGAIN_S, os.kill, args=(os.getpid(), _State.received))
+    timer.daemon = True
+    timer.start()
+
+
 def _on_signal(signum: int, frame: FrameType | None) -> None:
+    if _State.lost:
+        _State.lost = False
+        raise KeyboardInterrupt
     if not _State.may_unwind or _State.received is not None:
         _end_now(signum)
     _State.received = signum
