@@ -286,12 +286,22 @@ def test_the_prompt_of_the_demo(asked: bool) -> None:
     print_row(name, seen, slowest_s)
 
 
+QUICK_DEMO = """
+from pipeline.__main__ import main
+import pipeline.demo.run
+pipeline.demo.run.RPC_CALLS = 1
+pipeline.demo.run.CANDIDATES = 3
+main()
+"""
+"""The demo with less to show before its prompt."""
+
+
 @contextmanager
 def _on_terminal(
     terminal: int,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[int, bytes, int], None]]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "demo", "-n", "20", "--in-process"],
+        [sys.executable, "-c", QUICK_DEMO, "demo", "-n", "12", "--in-process"],
         cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal,
         env={**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
