@@ -222,9 +222,9 @@ def _head_fields(
     if len(set(labels)) != len(labels):
         raise ModelLoadError(f"{folder}: id2label names a label twice; results are keyed by label")
     named = _named_activation(folder, config, st_config)
-    tasks: set[Task] = {"classify"}
-    if n_labels == 1:
-        tasks |= {"rerank", "score"}
+    tasks: set[Task] = {"rerank", "score"} if n_labels == 1 else {"classify"}
+    if labels != ("LABEL_0",):  # what transformers writes where nobody named the one score
+        tasks.add("classify")
     return {
         "tasks": frozenset(tasks),
         "head": True,

@@ -20,7 +20,7 @@ LENGTHS = (1, 1, 2, 3, 5, 5, 5, 8, 16, 17, 30, 30, 31, 33, 47, 60, 64)
 
 
 def items(runner: Any, lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[EncodedItem]:
-    task = "embed" if "embed" in runner.info.tasks else "classify"
+    task: Any = next(t for t in ("embed", "classify", "score") if t in runner.info.tasks)
     rng = np.random.default_rng(seed)
     return [
         EncodedItem(rng.integers(5, 50, size=n).astype(np.int32), ItemOptions(task=task))

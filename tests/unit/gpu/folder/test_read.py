@@ -197,7 +197,16 @@ def test_the_activation_comes_from_the_config(
     edit_json(folder / "config.json", **change)
     spec = load_spec(folder)
     assert (spec.score_activation, spec.label_activation) == (score, label)
-    assert spec.tasks == {"rerank", "score", "classify"}
+    assert spec.tasks == {"rerank", "score"}
+
+
+def test_one_score_is_a_label_only_where_the_folder_names_it(tmp_path: Path) -> None:
+    """K36: a reranker classifies nothing; a detector of one thing does, and still scores."""
+    folder = write_model(tmp_path / "m", "bert", labels=1)
+    edit_json(folder / "config.json", id2label={"0": "LABEL_0"})
+    assert load_spec(folder).tasks == {"rerank", "score"}
+    edit_json(folder / "config.json", id2label={"0": "toxic"})
+    assert load_spec(folder).tasks == {"rerank", "score", "classify"}
 
 
 def test_labels_come_by_name_and_never_twice(tmp_path: Path) -> None:
