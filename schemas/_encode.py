@@ -17,6 +17,7 @@ from .headers import JSON
 from .requests import (
     AnyRequest,
     ClassifyRequest,
+    Document,
     EmbedRequest,
     Encoding,
     Image,
@@ -114,17 +115,21 @@ def _put(wire: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _put_rerank(wire: dict[str, Any], request: RerankRequest) -> None:
-    wire["query"] = request.query
-    wire["documents"] = [
-        document.text if document.id is None else {"id": document.id, "text": document.text}
-        for document in request.documents
-    ]
+    query = request.query
+    wire["query"] = query if isinstance(query, str) else list(query.ids)
+    wire["documents"] = [_document(document) for document in request.documents]
     _put(wire, "top_n", request.top_n)
     _put(wire, "instruction", request.instruction)
     if request.return_documents:
         wire["return_documents"] = True
     if request.sort is not (not isinstance(request, ScoreRequest)):
         wire["sort"] = request.sort
+
+
+def _document(document: Document) -> Any:
+    if document.ids is not None:
+        return list(document.ids)
+    return document.text if document.id is None else {"id": document.id, "text": document.text}
 
 
 def _item(item: Item, content_type: ContentType) -> Any:

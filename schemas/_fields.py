@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from ._items import refuse
+from ._items import refuse, token_ids
 from ._record import raise_too_large, utf8_bytes
-from .errors import InvalidDimensions, InvalidRequest
+from .errors import EmptyInput, InvalidDimensions, InvalidRequest
 from .headers import MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES
-from .requests import Limits
+from .requests import Limits, TokenIds
 
 Check: TypeAlias = Callable[[Any, str, Limits], Any]
 
@@ -42,6 +42,14 @@ def _long_text(value: Any, path: str, limits: Limits) -> str:
     if utf8_bytes(value) > limits.max_item_bytes:
         raise_too_large(utf8_bytes(value), path, limits)
     return value
+
+
+def _query(value: Any, path: str, limits: Limits) -> str | TokenIds:
+    if not isinstance(value, list):
+        return _long_text(value, path, limits)
+    if not value:
+        raise EmptyInput("query is an empty list", path=path)
+    return token_ids(value, path, limits)
 
 
 def _reply_to(value: Any, path: str, limits: Limits) -> str:
@@ -113,7 +121,7 @@ def _unread(value: Any, path: str, limits: Limits) -> None:
 CHECKS: Final[dict[str, Check]] = {
     "model": _name,
     "input": _as_is,
-    "query": _long_text,
+    "query": _query,
     "documents": _as_is,
     "top_n": _top_n,
     "return_documents": _bool,

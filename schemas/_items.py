@@ -103,6 +103,13 @@ def _token_ids(ids: list[Any], path: str) -> TokenIds:
     return TokenIds(tuple(ids))
 
 
+def token_ids(ids: list[Any], path: str, limits: Limits) -> TokenIds:
+    """One list of ids within the byte limit."""
+    if BYTES_PER_TOKEN_ID * len(ids) > limits.max_item_bytes:
+        raise_too_large(BYTES_PER_TOKEN_ID * len(ids), path, limits)
+    return _token_ids(ids, path)
+
+
 def _check_entry_fields(
     entry: dict[str, Any], allowed: tuple[str, ...], path: str, record: Record
 ) -> None:
@@ -151,7 +158,7 @@ def _data_uri(uri: str, path: str) -> bytes:
 
 
 def read_documents(value: Any, record: Record, limits: Limits) -> tuple[Document, ...]:
-    """`documents` -> candidates: strings, or maps of `text` and `id`."""
+    """`documents` -> candidates: strings, lists of token ids, or maps of `text` and `id`."""
     path = "$.documents"
     if not isinstance(value, list):
         refuse("a list of documents", path)
@@ -160,6 +167,7 @@ def read_documents(value: Any, record: Record, limits: Limits) -> tuple[Document
     if set(map(type, value)) == {str}:
         documents = tuple(map(Document, value))
     else:
+        _check_id_counts(value, path, limits)
         documents = tuple(_document(v, f"{path}[{i}]", record, limits) for i, v in enumerate(value))
     if not small:
         _check_sizes([utf8_bytes(document.text) for document in documents], path, limits)
@@ -169,8 +177,10 @@ def read_documents(value: Any, record: Record, limits: Limits) -> tuple[Document
 def _document(entry: Any, path: str, record: Record, limits: Limits) -> Document:
     if isinstance(entry, str):
         return Document(entry)
+    if isinstance(entry, list):
+        return Document(ids=_token_ids(entry, path).ids)
     if not isinstance(entry, dict):
-        refuse("a string or a map with text and id", path)
+        refuse("a string, a list of token ids, or a map with text and id", path)
     _check_entry_fields(entry, ("text", "id"), path, record)
     text, document_id = entry.get("text"), entry.get("id")
     if not isinstance(text, str):

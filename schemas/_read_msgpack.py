@@ -165,11 +165,21 @@ def _outputs(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
 
 
 def _documents(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
-    return _items(raw, path, limits, ids=False)
+    return _items(raw, path, limits, flat=False)
 
 
-def _items(raw: msgspec.Raw, path: str, limits: Limits, *, ids: bool = True) -> Any:
-    """`input` or `documents`: a scalar, a list of texts, a list of ids, or a list of entries."""
+def _query(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    head = bytes(memoryview(raw)[:5])
+    if _kind(head[0]) != "list":
+        return _scalar(raw, path, limits)
+    if _length(head) * BYTES_PER_TOKEN_ID > limits.max_item_bytes:
+        raise_too_large(_length(head) * BYTES_PER_TOKEN_ID, path, limits)
+    return _ids(raw, path)
+
+
+def _items(raw: msgspec.Raw, path: str, limits: Limits, *, flat: bool = True) -> Any:
+    """`input` or `documents`: a scalar, a list of texts, a list of ids (where `flat`), or a list of
+    entries."""
     data = memoryview(raw)
     kind = _kind(data[0])
     if kind == "map":
@@ -180,7 +190,7 @@ def _items(raw: msgspec.Raw, path: str, limits: Limits, *, ids: bool = True) -> 
     if n == 0:
         return []
     first = _kind(data[{0xDC: 3, 0xDD: 5}.get(data[0], 1)])
-    if first == "int" and ids:
+    if first == "int" and flat:
         # Each id becomes a Python object: a list that is too long is refused before it is built.
         if n * BYTES_PER_TOKEN_ID > limits.max_item_bytes:
             raise_too_large(n * BYTES_PER_TOKEN_ID, path, limits, (0,))
@@ -191,20 +201,16 @@ def _items(raw: msgspec.Raw, path: str, limits: Limits, *, ids: bool = True) -> 
         try:
             return _TEXTS.decode(raw)
         except msgspec.DecodeError:  # mixed kinds, or surrogates
-            return _entries(raw, path, limits, ids)
-    return _entries(raw, path, limits, ids)
+            return _entries(raw, path, limits)
+    return _entries(raw, path, limits)
 
 
-def _entries(raw: msgspec.Raw, path: str, limits: Limits, ids: bool) -> list[Any]:
+def _entries(raw: msgspec.Raw, path: str, limits: Limits) -> list[Any]:
     raws = _RAWS.decode(raw)
     sizes = [_declared_id_bytes(memoryview(entry)) for entry in raws]
     over = [i for i, n_bytes in enumerate(sizes) if n_bytes > limits.max_item_bytes]
-    if over and ids:
+    if over:
         raise_too_large(sizes[over[0]], f"{path}[{over[0]}]", limits, over)
-    if not ids:
-        for i, n_bytes in enumerate(sizes):
-            if n_bytes:
-                _refuse_kind("list", f"{path}[{i}]")
     return [_entry(entry, f"{path}[{i}]", limits) for i, entry in enumerate(raws)]
 
 
@@ -252,5 +258,6 @@ def _entry_field(name: str, raw: msgspec.Raw, path: str, limits: Limits) -> Any:
 _READERS: Final[dict[str, Callable[[msgspec.Raw, str, Limits], Any]]] = {
     "input": _items,
     "documents": _documents,
+    "query": _query,
     "outputs": _outputs,
 }

@@ -65,10 +65,11 @@ Item: TypeAlias = Text | TokenIds | Image
 
 
 class Document(msgspec.Struct, frozen=True):
-    """One candidate of a rerank or score request."""
+    """One candidate of a rerank or score request: a text, or the ids of its tokens and no text."""
 
-    text: str
+    text: str = ""
     id: str | None = None
+    ids: tuple[int, ...] | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,9 +139,12 @@ class ClassifyRequest(Request, frozen=True, kw_only=True):
 
 
 class RerankRequest(Request, frozen=True, kw_only=True):
-    """One query against documents -> scores, best first unless `sort` is false."""
+    """One query against documents -> scores, best first unless `sort` is false.
 
-    query: str
+    Token ids are a text's own, without special tokens, which the service puts around the pair.
+    """
+
+    query: str | TokenIds
     documents: tuple[Document, ...]
     top_n: int | None = None
     return_documents: bool = False

@@ -29,6 +29,7 @@ from .requests import (
     AnyRequest,
     CancelRequest,
     ClassifyRequest,
+    Document,
     EmbedRequest,
     Encoding,
     Image,
@@ -285,14 +286,23 @@ def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> A
 def _build_rerank(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
     _need(values, "query", "rerank")
     documents = _need(values, "documents", "rerank")
-    values["documents"] = read_documents(documents, record, limits)
+    values["documents"] = _documents(documents, values, record, limits)
     return RerankRequest(**values)
+
+
+def _documents(
+    given: Any, values: dict[str, Any], record: Record, limits: Limits
+) -> tuple[Document, ...]:
+    documents = read_documents(given, record, limits)
+    if values.get("return_documents") and any(d.ids is not None for d in documents):
+        raise InvalidRequest("token ids have no text to return", path="$.return_documents")
+    return documents
 
 
 def _build_score(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
     _need(values, "query", "score")
     documents = _need(values, "documents", "score")
-    values["documents"] = read_documents(documents, record, limits)
+    values["documents"] = _documents(documents, values, record, limits)
     return ScoreRequest(**values)
 
 

@@ -5,8 +5,12 @@ Who calls it: the encoders of this folder. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from gpu.batch import Int32
-from schemas.errors import EmptyInput, TooLong
+from schemas.errors import EmbedstreamError, EmptyInput, InvalidRequest, TooLong
 from schemas.requests import Truncate
 
 
@@ -17,6 +21,23 @@ def cut_to(content: Int32, room: int, truncate: Truncate) -> Int32 | None:
     if truncate == "error":
         return None
     return content[:room] if truncate == "right" else content[len(content) - room :]
+
+
+def known_ids(
+    given: Sequence[int], vocab_size: int, path: str, index: int | None
+) -> Int32 | EmbedstreamError:
+    """Ids as a sender gave them, [n] int32; an error for none, or for one outside of the vocabulary."""
+    items = () if index is None else (index,)
+    if not given:
+        return empty(path, index) if index is not None else EmptyInput("no token id", path=path)
+    if min(given) < 0 or max(given) >= vocab_size:
+        return InvalidRequest(
+            f"token ids go from 0 to {vocab_size - 1} in this model",
+            path=path,
+            items=items,
+            limit=vocab_size - 1,
+        )
+    return np.asarray(given, dtype=np.int32)
 
 
 def too_long(index: int, given: int, limit: int, around: str = "") -> TooLong:

@@ -10,10 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
-from gpu.encode.cut import cut_to, empty, too_long
+from gpu.encode.cut import cut_to, empty, known_ids, too_long
 from gpu.encode.template import Template
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong
-from schemas.requests import Truncate
+from schemas.requests import RerankRequest, Truncate
+
+
+def as_given(
+    request: RerankRequest, contents: Sequence[Int32 | EmbedstreamError], vocab_size: int
+) -> list[Int32 | EmbedstreamError]:
+    """The contents of the query and of each document, those that came as ids in place of the tokenized."""
+    query = request.query
+    given = [None if isinstance(query, str) else query.ids, *(d.ids for d in request.documents)]
+    found: list[Int32 | EmbedstreamError] = []
+    for place, (ids, content) in enumerate(zip(given, contents, strict=True)):
+        index = place - 1 if place else None
+        path = "$.query" if index is None else f"$.documents[{index}]"
+        found.append(content if ids is None else known_ids(ids, vocab_size, path, index))
+    return found
 
 
 def joined(

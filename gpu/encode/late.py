@@ -43,6 +43,7 @@ def of_queries(spec: ModelSpec, prompt_name: str | None) -> tuple[int, Expansion
 
 def both_sides(request: RerankRequest) -> tuple[EmbedRequest, EmbedRequest]:
     """The query and the documents, each as a request for vectors."""
+    assert isinstance(request.query, str), "gpu.encode.supported refuses token ids here"
     query = EmbedRequest(id=request.id, input=(Text(request.query),), prompt_name=QUERY_PROMPT)
     documents = EmbedRequest(
         id=request.id,

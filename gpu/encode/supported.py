@@ -11,7 +11,7 @@ from gpu.batch import ItemOptions
 from gpu.encode.long_texts import check_long
 from gpu.folder.spec import ModelSpec
 from schemas.errors import InvalidDimensions, Unsupported
-from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, Task
+from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, RerankRequest, Task
 
 
 def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
@@ -32,10 +32,22 @@ def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
             dimensions=_dimensions(request.dimensions, outputs, spec),
             normalize=request.normalize,
         )
+    if isinstance(request, RerankRequest) and (spec.pairs or spec.multivector) is not None:
+        _no_ids(request)
     takes_instruction = isinstance(request, ClassifyRequest) or spec.pairs is not None
     if not takes_instruction and request.instruction is not None:  # type: ignore[union-attr]
         raise Unsupported("the model takes no instruction", path="$.instruction")
     return ItemOptions(task=task, raw_scores=request.raw_scores)
+
+
+def _no_ids(request: RerankRequest) -> None:
+    where = "$.query" if not isinstance(request.query, str) else None
+    odd = [i for i, document in enumerate(request.documents) if document.ids is not None]
+    if where or odd:
+        raise Unsupported(
+            "this model's texts stand inside words or tokens of its own, which join them; send texts",
+            path=where or f"$.documents[{odd[0]}]",
+        )
 
 
 def _why_not(task: Task, spec: ModelSpec) -> str:

@@ -19,8 +19,8 @@ import numpy as np
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
-from gpu.encode.cut import cut_to, empty, too_long
-from gpu.encode.joined import joined
+from gpu.encode.cut import cut_to, empty, known_ids, too_long
+from gpu.encode.joined import as_given, joined
 from gpu.encode.late import beside, both_sides, expanded, of_queries
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
@@ -35,7 +35,6 @@ from gpu.folder.prompts import N_SHARED
 from gpu.folder.spec import ModelSpec
 from schemas.errors import (
     EmbedstreamError,
-    InvalidRequest,
     ModelError,
     Unsupported,
 )
@@ -178,6 +177,7 @@ class TextEncoder:
         if isinstance(request, RerankRequest) and self.pairs is not None:
             start = len(texts)
             try:
+                assert isinstance(request.query, str), "gpu.encode.supported refuses token ids here"
                 documents = [document.text for document in request.documents]
                 plan.pairs = self.pairs.plan(request.query, documents, request.instruction, texts)
             except EmbedstreamError as error:
@@ -190,7 +190,7 @@ class TextEncoder:
             plan.sides = asked, given
             return plan
         if isinstance(request, RerankRequest):
-            add(request.query)
+            add(request.query if isinstance(request.query, str) else "")
             for document in request.documents:
                 add(document.text)
             return plan
@@ -326,16 +326,9 @@ class TextEncoder:
     ) -> EncodedItem | EmbedstreamError:
         """Ids as they came: no special tokens added; when cut, those that are there are kept."""
         path = f"$.input[{index}]"
-        if not given:
-            return empty(path, index)
-        if min(given) < 0 or max(given) >= self._vocab_size:
-            return InvalidRequest(
-                f"token ids go from 0 to {self._vocab_size - 1} in this model",
-                path=path,
-                items=(index,),
-                limit=self._vocab_size - 1,
-            )
-        ids = np.asarray(given, dtype=np.int32)
+        ids = known_ids(given, self._vocab_size, path, index)
+        if isinstance(ids, EmbedstreamError):
+            return ids
         if len(ids) <= self.limit:
             return EncodedItem(ids, plan.options)
         prefix, suffix = self._template.prefix, self._template.suffix
@@ -357,7 +350,9 @@ class TextEncoder:
         """Query and document as one sequence each; only documents are ever cut."""
         if plan.pairs is not None:
             return self._assemble_prompted(plan, plan.pairs, request, contents)
-        query, *documents = (contents[place] for place in plan.texts)
+        query, *documents = as_given(
+            request, [contents[place] for place in plan.texts], self._vocab_size
+        )
         return joined(
             self._template,
             query,

@@ -11,7 +11,7 @@ import pytest
 from gpu.batch import pack, scatter
 from gpu.folder.families import FAMILIES
 from gpu.load import make_runner_factory
-from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
+from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text, TokenIds
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_more import MORE_NAMES
 
@@ -202,6 +202,39 @@ def test_scores_equal_cross_encoder(tmp_path: Path, family: str) -> None:
         activation = torch.nn.Identity() if raw else None
         want = model.predict([(request.query, d) for d in documents], activation_fn=activation)
         assert np.abs(got - want).max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3"])
+def test_token_ids_of_a_pair_score_as_their_texts(tmp_path: Path, family: str) -> None:
+    """A16, D12: the same ids come out, special tokens and segment ids included; a wrong id is its item's
+    error, and a query is one for all."""
+    folder = write_model(tmp_path / "m", family, labels=1)
+    encoder = make_runner_factory("m", folder)().encoder
+    query, texts = "capital of china", ["kafka topic", "the river", "queue " * 9]
+    ids = [
+        tuple(encoder._tokenizer.encode(t, add_special_tokens=False).ids) for t in (query, *texts)
+    ]
+
+    def items(query: Any, documents: list[Document], **fields: Any) -> Any:
+        request = RerankRequest(id="r", query=query, documents=tuple(documents), **fields)
+        return encoder.encode([request])[0]
+
+    plain = items(query, [Document(t) for t in texts]).items
+    given = items(TokenIds(ids[0]), [Document(ids=i) for i in ids[1:]]).items
+    mixed = items(query, [Document(texts[0]), Document(ids=ids[2]), Document(texts[2])]).items
+    for one, other, third in zip(plain, given, mixed, strict=True):
+        assert one.input_ids.tolist() == other.input_ids.tolist() == third.input_ids.tolist()
+        types = [
+            None if i.token_type_ids is None else i.token_type_ids.tolist() for i in (one, other)
+        ]
+        assert types[0] == types[1]
+    odd = items(query, [Document(ids=(10**6,)), Document(texts[0]), Document(ids=())]).items
+    assert [getattr(item, "path", None) for item in odd] == [
+        "$.documents[0]",
+        None,
+        "$.documents[2]",
+    ]
+    assert items(TokenIds((10**6,)), [Document("x")]).path == "$.query"
 
 
 def test_classify_equals_the_transformers_pipeline(tmp_path: Path) -> None:

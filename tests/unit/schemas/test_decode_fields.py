@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from schemas.codec import encode_request
 from schemas.errors import InvalidDimensions, InvalidRequest, ItemTooLarge, TooDeep
 from schemas.requests import (
     CancelRequest,
@@ -14,6 +15,7 @@ from schemas.requests import (
     RerankRequest,
     ScoreRequest,
     Text,
+    TokenIds,
 )
 from tests.support.wire import BOTH, decode, refusal
 
@@ -369,3 +371,34 @@ def test_metadata_refuses_what_json_could_not_say(value):
 def test_metadata_numbers_beyond_64_bits_in_json(number):
     error = refusal(b'{"input":"a","metadata":{"n":' + number + b"}}")
     assert type(error) is InvalidRequest and error.path == "$.metadata"
+
+
+@both
+def test_token_ids_as_query_and_documents(content_type):
+    """The ids of a text's own tokens, beside texts in one list; one list of ids is no list of documents."""
+    body = {"query": [1, 2], "documents": [[3, 4], "text", {"id": "d", "text": "x"}]}
+    request = decode(body, content_type)
+    assert request.query == TokenIds((1, 2))
+    assert request.documents == (Document(ids=(3, 4)), Document("text"), Document("x", "d"))
+    again = decode(encode_request(request)[0], content_type)
+    assert (again.query, again.documents) == (request.query, request.documents)
+    for change, path in (
+        ({"query": []}, "$.query"),
+        ({"query": [1, -1]}, "$.query[1]"),
+        ({"query": [1, True]}, "$.query[1]"),
+        ({"query": [[1]]}, "$.query"),
+        ({"documents": [1, 2]}, "$.documents[0]"),
+        ({"documents": [[1, "a"]]}, "$.documents[0]"),
+        ({"return_documents": True}, "$.return_documents"),
+    ):
+        assert refusal({**body, **change}, content_type).path.startswith(path), change
+
+
+@both
+def test_token_ids_of_a_pair_count_against_the_byte_limit(content_type):
+    limits = Limits(max_item_bytes=80)
+    for body in (
+        {"query": list(range(11)), "documents": ["x"]},
+        {"query": "q", "documents": ["x", list(range(11))]},
+    ):
+        assert isinstance(refusal(body, content_type, limits=limits), ItemTooLarge)

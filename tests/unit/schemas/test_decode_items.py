@@ -190,7 +190,7 @@ def test_forms_of_documents(content_type):
 @pytest.mark.parametrize(
     ("documents", "path"),
     [
-        ("a", "$.documents"), ([1], "$.documents[0]"), (["a", ["b"]], "$.documents[1]"), ([[1]], "$.documents[0]"),
+        ("a", "$.documents"), ([1], "$.documents[0]"), (["a", ["b"]], "$.documents[1][0]"), ([[-1]], "$.documents[0][0]"),
         ([{"id": "x"}], "$.documents[0].text"), ([{"text": 1}], "$.documents[0].text"),
         ([{"text": "a", "id": 1}], "$.documents[0].id"), ([{"text": "a", "id": ""}], "$.documents[0].id"),
         (["a", None], "$.documents[1]"), ([{"text": "a", "id": "x" * 257}], "$.documents[0].id"),

@@ -176,7 +176,7 @@ def test_documents_are_scored_against_a_query_as_they_are_tokenized_for_vectors(
 ) -> None:
     """A20, B04: errors name the query and the document; a long query is never cut."""
 
-    def items(query: str, documents: list[str], **fields: Any) -> Any:
+    def items(query: Any, documents: list[str], **fields: Any) -> Any:
         request = RerankRequest(
             id="r", query=query, documents=tuple(map(Document, documents)), **fields
         )
@@ -195,6 +195,8 @@ def test_documents_are_scored_against_a_query_as_they_are_tokenized_for_vectors(
     cut = items("what", ["x", long], truncate="right").items
     assert cut[1].n_tokens == 128 and cut[1].truncated
     assert isinstance(items("what", ["x"], instruction="find"), Unsupported)
+    refused = items(TokenIds((5, 6)), ["x"])
+    assert isinstance(refused, Unsupported) and refused.path == "$.query"
     outcomes = forward(colbert, [cut[0], *encode(colbert, ["x"]).items, cut[1]])
     assert [o.scores is not None for o in outcomes] == [True, False, True]
     assert forward(colbert, [cut[1]])[0].scores.tobytes() == outcomes[2].scores.tobytes()
