@@ -197,7 +197,7 @@ def _render(prompt: PairPrompt, tokenizer: Any, *, with_system: bool, pad: str) 
         )
     try:
         return str(
-            tokenizer.applychat_template_of(
+            tokenizer.apply_chat_template(
                 messages, chat_template=prompt.chat_template, tokenize=False, **options
             )
         )

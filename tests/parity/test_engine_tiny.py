@@ -206,7 +206,7 @@ def test_scores_equal_cross_encoder(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "qwen3"])
 def test_token_ids_of_a_pair_score_as_their_texts(tmp_path: Path, family: str) -> None:
-    """A16, D12: the same ids come out, special tokens and segment ids included; a wrong id is its item's
+    """A16: the same ids come out, special tokens and segment ids included; a wrong id is its item's
     error, and a query is one for all."""
     folder = write_model(tmp_path / "m", family, labels=1)
     encoder = make_runner_factory("m", folder)().encoder
