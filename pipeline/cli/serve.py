@@ -7,6 +7,7 @@ moment of the loop; a forced stop leaves the process at once, whatever threads s
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -20,9 +21,10 @@ from pipeline.cli.console import (
     run_async,
     usage_error,
 )
-from pipeline.lifecycle import ExitStatus, StopSignal, watch_signals
+from pipeline.lifecycle import ExitStatus, StopSignal, beside, watch_signals
 
 if TYPE_CHECKING:
+    from pipeline.app import App
     from pipeline.settings.load import Settings
 
 _FORCED = (ExitStatus.FORCED_INT, ExitStatus.FORCED_TERM)
@@ -79,7 +81,18 @@ async def _serve(settings: Settings) -> ExitStatus:
     with watch_signals(stop, on_action=on_action):
         log.info("starting", settings=redacted(settings))
         app = App(settings, metrics=PrometheusMetrics(), serve_health=True)
-        return await app.run(stop)
+        async with beside(_hear_libraries_once_ready(app)):
+            return await app.run(stop)
+
+
+async def _hear_libraries_once_ready(app: App) -> None:
+    """Until the service stands, what a library logs about a failure is said by our one line."""
+    root = logging.getLogger()
+    level = root.level
+    if level > logging.DEBUG and not State.debug:
+        root.setLevel(logging.CRITICAL)
+    await app.ready.wait()
+    root.setLevel(level)
 
 
 def _routes(sources: Sequence[str]) -> dict[str, str]:

@@ -233,6 +233,19 @@ def test_statuses_of_a_real_process() -> None:
     assert kafka.returncode == 1 and len(kafka.stderr.splitlines()) == 1, kafka.stderr
 
 
+def test_serve_says_in_its_own_words_what_it_cannot_reach() -> None:
+    """K47: no library's error line beside ours."""
+    done = embedstream(
+        *("serve", "--source", "kafka://127.0.0.1:1/q", "--model", "/m", "--health-port", "0"),
+        *("--log-format", "json"),
+    )
+    *logged, told = done.stderr.splitlines()
+    assert done.returncode == 1 and told.startswith(
+        "embedstream: route kafka: Kafka at 127.0.0.1:1"
+    )
+    assert [line for line in logged if json.loads(line)["level"] in ("warning", "error")] == []
+
+
 def test_ctrl_c_while_a_pipe_is_open_ends_at_once() -> None:
     """A reader of stdin that sits in a thread would hang until the next line."""
     code = (
