@@ -76,7 +76,7 @@ async def test_parent_and_children_ask_after_a_fork(redis_info: ServerInfo, leav
             env={**os.environ, "PYTHONPATH": str(ROOT / "clients" / "python" / "src")},
         )
         out, err = await asyncio.wait_for(process.communicate(), 50)
-        assert process.returncode == 0, err.decode()
+        assert process.returncode == 0 and not err, err.decode()
         zero, (one, one_async), (two, two_async), three = json.loads(out)
         assert one == one_async and two == two_async
         assert len({tuple(v) for v in (zero, one, two, three)}) == 4

@@ -284,6 +284,31 @@ async def test_the_same_request_twice_at_once_is_computed_once() -> None:
     assert len(replies) == 1 and len(runner.batches) == 1 and broker.settled == 2
 
 
+async def test_an_interactive_record_does_not_wait_for_the_bulk_record_ahead_of_it() -> None:
+    """One route, 1,000 bulk items ahead: what comes behind them is in the next batch that is packed."""
+    gate = threading.Event()
+    runner = FakeRunner(before_forward=until(gate))
+    quick = fake_ids("quick")[0]
+    async with service(runner) as running:
+        bulk = {"id": "bulk", "priority": "bulk", "input": [f"text {n}" for n in range(1000)]}
+        ahead = asyncio.ensure_future(ask(running, bulk))
+        while not runner.batches:
+            await asyncio.sleep(0)
+        behind = asyncio.ensure_future(
+            ask(running, {"id": "now", "priority": "interactive", "input": "quick"})
+        )
+        graph = running.app.graph
+        assert graph is not None
+        while not graph.coalescer.queued_tokens("interactive"):
+            await asyncio.sleep(0)
+        gate.set()
+        assert len(vectors(await behind)) == 1
+        assert len(vectors(await ahead)) == 1000
+    (number,) = [n for n, batch in enumerate(runner.batches) if quick in batch.input_ids]
+    assert number <= 4, "beside those that ran and were ready"
+    assert len(runner.batches) > 20
+
+
 async def test_the_same_request_again_gets_the_first_answer() -> None:
     """F10: after the reply: the same bytes, parts too, without a forward; another body under the same id
     is another request; what failed is tried again; a restart remembers nothing and computes the same."""
