@@ -69,10 +69,10 @@ def check_folder_code(
 
 
 def remote_family(
-    folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool
+    folder: Path, config: Mapping[str, Any], why: str | None, *, trust_remote_code: bool
 ) -> Family | None:
     """A row for a model type that only the folder's code knows, when that code is trusted; None: the
-    folder has no code for it. Raises `ModelLoadError` when it has and is not trusted.
+    folder has no code for it. why: what is known about the type. Raises `ModelLoadError` when it has and is not trusted.
 
     Nothing is assumed about it: pooling has to be named, a classification head is refused, and the
     self-check decides whether it can run packed.
@@ -82,10 +82,9 @@ def remote_family(
     if remote is None:
         return None
     if not trust_remote_code:
-        other = "take a repository of the type `gte`, or " if model_type == "new" else ""
         raise ModelLoadError(
             f"{folder}: model type {model_type!r} is defined by Python code in the model folder "
-            f"({remote}); {other}read that code, then set `trust_remote_code = true` for this model"
+            f"({remote}); {why + '; or ' if why else ''}read that code, then set `trust_remote_code = true` for this model"
         )
     return Family(model_type, learned_positions=False, head=None, remote=True)
 

@@ -12,6 +12,29 @@ from pathlib import Path
 from gpu.faults import ModelLoadError
 from gpu.folder.stored import ADAPTER
 
+# Model types that people ask for and that are not computed here: why, and what to do.
+NOT_HERE = {
+    "new": "its own RoPE and layers are computed in the form `gte` alone; take a repository of that type",
+    **dict.fromkeys(
+        ("siglip", "siglip2"),
+        "SigLIP fills every text up to a fixed length and pools images by a head of its own, which is not "
+        "computed here; take a CLIP model or GME",
+    ),
+    "embedding_gemma2": "its images and sounds are not computed here; save its text tower on its own "
+    "(`AutoModel.from_pretrained(repo).language_model.save_pretrained(folder)`)",
+    "minicpm": "its layerwise scores are read off a head behind each layer, which is not computed here; take "
+    "bge-reranker-v2-m3 or bge-reranker-v2-gemma",
+    **dict.fromkeys(
+        ("llama_bidirec", "llama_nemotron_vl"),
+        "its class is Llama without causality and a mean of its own before the head; save an embedder as "
+        "`LlamaModel` and set `causal = false`, a reranker of that kind is not computed here",
+    ),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen2_5_vl", "jina_embeddings_v4", "colpali", "colqwen2", "idefics3"),
+        "this tower of images is not computed here; take CLIP or GME",
+    ),
+}
+
 SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 
 

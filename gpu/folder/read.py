@@ -29,7 +29,7 @@ from gpu.folder.keys import KeyReader
 from gpu.folder.limits import max_tokens
 from gpu.folder.modules import read_modules
 from gpu.folder.nvembed import read_nvembed
-from gpu.folder.odd import no_weights, odd_architecture, refuse_odd
+from gpu.folder.odd import NOT_HERE, no_weights, odd_architecture, refuse_odd
 from gpu.folder.outputs import has_sides, side_fields
 from gpu.folder.prompts import LabelHead
 from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
@@ -177,12 +177,13 @@ def _check_keys(
 def _family(folder: Path, config: Mapping[str, Any], architecture: str, said: Overrides) -> Family:
     model_type = str(config.get("model_type", ""))
     family = FAMILIES.get(model_type)
+    why = NOT_HERE.get(model_type)
     if family is None:
-        family = remote_family(folder, config, trust_remote_code=said.trust_remote_code)
+        family = remote_family(folder, config, why, trust_remote_code=said.trust_remote_code)
     if family is None:
         raise ModelLoadError(
             f"{folder}: model type {model_type!r} ({architecture or 'no architecture named'}) is not "
-            f"supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"supported; {why + '; ' if why else ''}supported are {', '.join(sorted(FAMILIES))}"
         )
     return family
 

@@ -64,6 +64,28 @@ def new_type(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="new", auto_map={"AutoModel": "modeling.NewModel"})
 
 
+def typed(model_type: str, *, code: bool = False) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        write_model(folder, "bert")
+        maps = {"auto_map": {"AutoModel": "modeling.Model"}} if code else {}
+        edit_json(folder / "config.json", model_type=model_type, **maps)
+
+    return write
+
+
+def nomic_moe(folder: Path) -> None:
+    write_model(folder, "nomic_bert")
+    edit_json(folder / "config.json", num_experts=8, moe_top_k=2)
+
+
+def csr(folder: Path) -> None:
+    write_model(folder, "bert", normalize=False)
+    modules = json.loads((folder / "modules.json").read_text())
+    kind = "sentence_transformers.sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder"
+    modules.append({"idx": 2, "name": "2", "path": "2_SparseAutoEncoder", "type": kind})
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
 def naver_splade(folder: Path) -> None:
     write_model(folder, "bert", pooling=None)
     edit_json(folder / "config.json", architectures=["BertForMaskedLM"])
@@ -81,8 +103,15 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a `pytorch_model.bin` on the hub": (hub_pickles, "allow_pickle = true"),
     "TensorFlow, Flax, OpenVINO": (tensorflow, "TensorFlow weights alone; take a revision"),
     "an adapter whose base model is not at hand": (adapter, "an adapter to a/base, which is not at hand"),
+    "SigLIP, SigLIP 2": (typed("siglip"), "take a CLIP model or GME"),
+    "EmbeddingGemma 2 with its towers": (typed("embedding_gemma2"), "save its text tower on its own"),
+    "a layerwise MiniCPM": (typed("minicpm", code=True), "head behind each layer"),
+    "a bidirectional Llama (Nemotron)": (typed("llama_bidirec", code=True), "`LlamaModel`"),
+    "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
+    "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),
+    "a SparseAutoEncoder (CSR)": (csr, "SparseAutoEncoder"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
-    'model type `new`': (new_type, "take a repository of the type `gte`, or read that code"),
+    'model type `new`': (new_type, "in the form `gte` alone; take a repository of that type; or read that code"),
     "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
     "an `HF_ColBERT`": (stanford_colbert, "save the model once in the form of"),
 }  # fmt: skip
