@@ -186,5 +186,5 @@ def test_t5_biases_are_as_large_as_the_longest_item(load: Any) -> None:
 def test_unknown_families_are_refused_by_name(tmp_path: Path, model_type: str) -> None:
     folder = write_model(tmp_path / "m", "bert")
     edit_json(folder / "config.json", model_type=model_type)
-    with pytest.raises(ModelLoadError, match="is not supported; .*supported are albert, "):
+    with pytest.raises(ModelLoadError, match=r"is not supported; .*supported are albert, "):
         make_runner_factory("m", folder)()
