@@ -22,18 +22,24 @@ from typing import Self
 from pipeline.lifecycle import OperatorError
 
 
+class NoReader(Exception):
+    """A FIFO that nobody reads."""
+
+
 class WholeFile:
     """Opened at once, so that a name that cannot be written is told before any work. Use with `with`.
 
     Args:
         path: as the person wrote it. option: what they wrote it after, for the message.
+        waits: for somebody to read a FIFO, deaf to everything else meanwhile.
 
     Raises:
         OperatorError: it cannot be opened or, later, written.
+        NoReader: nobody reads the FIFO, and `waits` is false.
     """
 
-    def __init__(self, path: Path, option: str) -> None:
-        self._named, self._option = path, option
+    def __init__(self, path: Path, option: str, *, waits: bool = True) -> None:
+        self._named, self._option, self._waits = path, option, waits
         self._target = Path(os.path.realpath(path))
         self._beside: Path | None = None
         try:
@@ -47,7 +53,7 @@ class WholeFile:
         except FileNotFoundError:
             mode = None
         if mode is not None and not stat.S_ISREG(mode):
-            return os.open(self._target, os.O_WRONLY)
+            return self._open_through()
         if mode is not None and not os.access(self._target, os.W_OK):
             raise PermissionError(0, "it is write-protected")
         beside = self._target.parent / f".embedstream-{uuid.uuid4().hex}.tmp"
@@ -56,6 +62,17 @@ class WholeFile:
         self._beside = beside
         if mode is not None:
             os.fchmod(descriptor, stat.S_IMODE(mode))
+        return descriptor
+
+    def _open_through(self) -> int:
+        # Not opened to look, closed and opened again: a reader would see an end in between, and leave.
+        try:
+            descriptor = os.open(self._target, os.O_WRONLY | (0 if self._waits else os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno == errno.ENXIO and self._target.is_fifo():
+                raise NoReader from None
+            raise
+        os.set_blocking(descriptor, True)
         return descriptor
 
     def __enter__(self) -> Self:
@@ -104,15 +121,6 @@ class WholeFile:
             f"{self._named} cannot be written ({error.strerror or type(error).__name__}): "
             f"name another file with {self._option}"
         )
-
-
-def has_reader(fifo: Path) -> bool:
-    """Whether somebody reads: opening to write would wait for them, deaf to signals."""
-    try:
-        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError as error:
-        return error.errno != errno.ENXIO
-    return True
 
 
 def append_line(descriptor: int, line: bytes) -> None:

@@ -32,7 +32,7 @@ from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports import broker_names
 from pipeline.transports.redis.options import REPLY_LIST
-from pipeline.whole_file import WholeFile, has_reader
+from pipeline.whole_file import NoReader, WholeFile
 
 PARTITIONS = 6
 _WATCH_S = 0.25
@@ -256,9 +256,13 @@ async def write_ready_file(path: Path, addresses: Addresses) -> None:
     """Whoever sees the file reads all of it; a FIFO waits for its reader. Raises `OperatorError`."""
     with contextlib.suppress(OSError):  # told below
         path.parent.mkdir(parents=True, exist_ok=True)
-    while path.is_fifo() and not has_reader(path):  # noqa: ASYNC110, ASYNC240 - a FIFO has no event
-        await asyncio.sleep(_WATCH_S)
-    with WholeFile(path, "--ready-file") as file:
+    while True:
+        try:
+            opened = WholeFile(path, "--ready-file", waits=False)
+            break
+        except NoReader:
+            await asyncio.sleep(_WATCH_S)
+    with opened as file:
         file.write(msgspec.json.encode(addresses))
         file.keep()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.lifecycle import OperatorError
-from pipeline.whole_file import WholeFile, has_reader
+from pipeline.whole_file import NoReader, WholeFile
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,7 +70,8 @@ def test_a_fifo_is_written_through(tmp_path: Path) -> None:
     """K16: what is no regular file stays what it is."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
-    assert not has_reader(path)
+    with pytest.raises(NoReader):
+        WholeFile(path, "--out", waits=False)
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     reader.start()
