@@ -100,7 +100,7 @@ async def test_aborted_and_open_transactions_are_not_handed_out(harness: KafkaHa
             assert isinstance(source, KafkaSource)
 
             def lag() -> float | None:
-                source._offsets.report(source.consumer)
+                source.offsets.report(source.consumer)
                 return metrics.gauges.get("source_lag_records")
 
             await until(lambda: lag() == 0)
