@@ -9,8 +9,10 @@ does either; writing a line never raises into its caller; stdout is left to resu
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Literal, TextIO
 
@@ -25,6 +27,8 @@ from schemas.errors import EmbedstreamError
 MAX_VALUE_CHARS = 500
 MAX_FRAMES = 8
 MAX_DEPTH = 4
+REPEAT_S = 10.0
+"""How often one place in another library's source may write a line."""
 
 USER_FIELDS = frozenset(
     {
@@ -193,16 +197,46 @@ class _LineLogger:
     debug = info = warning = error = critical = exception = fatal = warn = log = msg
 
 
+class Repeats:
+    """Which lines are new, and how often the others came meanwhile. Bounded; the oldest are forgotten."""
+
+    def __init__(self, every_s: float = REPEAT_S, max_lines: int = 200) -> None:
+        self._every_s = every_s
+        self._max_lines = max_lines
+        self._seen: OrderedDict[object, tuple[float, int]] = OrderedDict()  # written at, held back
+
+    def held_back(self, line: object, now: float) -> int | None:
+        """Times that this line was held back since it was last written; None: it is held back now."""
+        written_at, count = self._seen.get(line, (-math.inf, 0))
+        if now < written_at + self._every_s:
+            self._seen[line] = (written_at, count + 1)
+            return None
+        self._seen[line] = (now, 0)
+        self._seen.move_to_end(line)
+        if len(self._seen) > self._max_lines:
+            self._seen.popitem(last=False)
+        return count
+
+
 class _ForeignHandler(logging.Handler):
-    """Records of other libraries, as events of the same shape."""
+    """Records of other libraries, as events of the same shape.
+
+    A client that tries again every 100 ms says so every 100 ms: one place of its source writes a line
+    every `REPEAT_S` seconds, with the number of those in between.
+    """
 
     def __init__(self, out: _Stream, processors: list[Processor]) -> None:
         super().__init__()
+        self._repeats = Repeats()
         self._out = out
         self._processors = processors
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            place = (record.name, record.levelno, record.pathname, record.lineno)
+            held_back = self._repeats.held_back(place, record.created)
+            if held_back is None and record.levelno < logging.CRITICAL:
+                return
             text = record.getMessage()
             if record.name == "asyncio":
                 text = text.split("\n", 1)[0]  # the rest is the repr of an exception
@@ -211,6 +245,8 @@ class _ForeignHandler(logging.Handler):
                 "logger": record.name,
                 "exc_info": record.exc_info,
             }
+            if held_back:
+                event["held_back"] = held_back
             method = record.levelname.lower()
             for processor in self._processors:
                 event = processor(None, method, event)

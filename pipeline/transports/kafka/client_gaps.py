@@ -10,6 +10,7 @@ that follows a readable length is ever skipped silently.
 from __future__ import annotations
 
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
@@ -17,8 +18,11 @@ from typing import Any, SupportsIndex
 import aiokafka.consumer.fetcher as fetcher
 from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import CorruptRecordException, UnsupportedCodecError
+from aiokafka.record import default_records, legacy_records
 from aiokafka.record.default_records import DefaultRecordBatch, _DefaultRecordBatchPy
 from aiokafka.record.legacy_records import LegacyRecordBatch
+
+from pipeline.transports.kafka.codecs import TooLarge, bound
 
 MAX_READS = 3
 """Fetches of a batch before it counts as unreadable."""
@@ -218,7 +222,7 @@ def _checksum_holds(raw: memoryview) -> bool:
 
 def _why(error: Exception) -> str:
     """No text of other errors: it may quote what was read."""
-    if isinstance(error, UnsupportedCodecError | _Damaged):
+    if isinstance(error, UnsupportedCodecError | _Damaged | TooLarge):
         return f"the batch cannot be decoded: {error.args[0]}"
     return f"the batch cannot be decoded: {type(error).__name__}"
 
@@ -227,3 +231,5 @@ def install() -> None:
     """Make consumers of this process read so. Idempotent."""
     fetcher.MemoryRecords = _Records
     fetcher.PartitionRecords = _PartitionRecords
+    modules = {sys.modules[one.__module__] for one in (DefaultRecordBatch, LegacyRecordBatch)}
+    bound(*modules, default_records, legacy_records)
