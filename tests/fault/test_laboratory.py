@@ -107,9 +107,10 @@ async def rebalance_storm(ledger: Ledger) -> None:
     slow = ledger.config(forward_s=0.1)
     with service_process(slow, ledger.folder, "stays"):
         for number in range(3):
-            await ledger.send(400)
+            await ledger.send(200)
             with service_process(slow, ledger.folder, f"guest{number}") as guest:
-                while guest.log().count("batch_forwarded") < 3:
+                await ledger.send(400)
+                while "kafka_assigned" not in guest.log():
                     await ledger.look()
                 if number == 1:
                     guest.kill()
