@@ -124,12 +124,13 @@ async def rebalance_storm(ledger: Ledger) -> None:
 
 async def zombie(ledger: Ledger) -> None:
     """Stopped beyond its session while another member takes over, then continued."""
+    slow = ledger.config(forward_s=0.1)
     await ledger.send(400)
-    with service_process(ledger.config(), ledger.folder, "zombie") as stopped:
+    with service_process(slow, ledger.folder, "zombie") as stopped:
         await ledger.until(0.2)
         stopped.signal(signal.SIGSTOP)
         began = time.monotonic()
-        with service_process(ledger.config(), ledger.folder, "successor"):
+        with service_process(slow, ledger.folder, "successor"):
             await ledger.until(0.7)
             ledger.recovered_s = time.monotonic() - began
             stopped.signal(signal.SIGCONT)
