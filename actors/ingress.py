@@ -161,6 +161,7 @@ class Ingress:
         try:
             address = self.route.destination.address(request)
             model = self.route.resolve_model(request, self._infos)
+            request = self.route.completed(request)
         except EmbedstreamError as error:
             await self._refuse(delivery, error, request=request)
             return

@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from actors.answers import Answer, Key
 from actors.ports import Delivery, Sink, Source, Transactions
 from gpu.batch import ItemOutcome, ModelInfo
 from schemas.errors import ContentType, EmbedstreamError, UnknownModel
-from schemas.requests import AnyRequest, CancelRequest, Lane, Task
+from schemas.requests import AnyRequest, CancelRequest, EmbedRequest, Lane, Task
 
 T = TypeVar("T")
 Order: TypeAlias = Literal["none", "key", "partition"]
@@ -238,7 +240,8 @@ class Route:
     """Where work comes from, which model, where results go.
 
     sink: of the source's own transport; dead letters go there.
-    models: task -> the model used when the request names none.
+    models: task -> the model used when the request names none. dimensions: size of dense vectors of embed
+        requests that name neither a size nor a model.
     order: which results leave in the order of their records: those of one key, of one partition, or
         none. On an ordered route a request is never answered with its twin in flight, and what its
         destination does not take now holds up its own key until it does.
@@ -256,6 +259,16 @@ class Route:
     max_attempts: int = 5
     order: Order = "none"
     transactions: Transactions | None = None
+    dimensions: int | None = None
+
+    def completed(self, request: AnyRequest) -> AnyRequest:
+        """The request with what the route says where it says nothing itself."""
+        if self.dimensions is None or not isinstance(request, EmbedRequest):
+            return request
+        own = request.dimensions is not None or request.model is not None
+        if own or tuple(request.outputs) not in ((), ("dense",)):
+            return request
+        return msgspec.structs.replace(request, dimensions=self.dimensions)
 
     def order_key(self, delivery: Delivery, decoded: Decoded | None = None) -> str | None:
         """What the result of this record must not overtake; None: nothing."""

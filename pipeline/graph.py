@@ -32,6 +32,7 @@ from actors.tokenizer import Tokenizer
 from gpu.batch import ModelInfo
 from pipeline.indexing.route import IndexingRoutes
 from pipeline.indexing.sinks.registry import is_collection
+from pipeline.lifecycle import OperatorError
 from pipeline.model_pool import LoadedModels
 from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.registry import Transport, parse_url, reading
@@ -202,6 +203,7 @@ def build_route(
     )
     if is_collection(route.destination):
         decoder, destination = indexing.ends(route, defaults.get("embed"), models, limits=limits)
+    _check_dimensions(route, models.infos.get(defaults.get("embed", "")))
     return Route(
         name=route.name,
         lane=route.lane,
@@ -213,7 +215,21 @@ def build_route(
         max_attempts=settings.attempts.max_attempts,
         order=route.order,
         transactions=transport.transactions,
+        dimensions=route.dimensions,
     )
+
+
+def _check_dimensions(route: RouteSettings, info: ModelInfo | None) -> None:
+    size = route.dimensions
+    if size is None:
+        return
+    allowed = () if info is None else info.allowed_dimensions or (info.dimensions,)
+    if size not in allowed:
+        raise OperatorError(
+            f"route {route.name}: dimensions = {size} is no size of the model that answers its embed "
+            "requests; name one that `embedstream check` lists, or add it to `matryoshka_dimensions` of "
+            "that model"
+        )
 
 
 def _default_models(

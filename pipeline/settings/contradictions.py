@@ -103,6 +103,12 @@ def _document_problems(i: int, route: RouteSettings) -> Iterator[Problem]:
                 "name a collection as the destination, or remove document and chunk",
             )
         return
+    if route.dimensions is not None:
+        yield Problem(
+            f"routes.{i}.dimensions",
+            f"is set, and routes.{i}.destination is a collection",
+            f"say it as routes.{i}.document.dimensions",
+        )
     try:
         check_collection_url(route.destination)
     except ValueError as error:

@@ -83,6 +83,13 @@ class RouteSettings(Record, frozen=True, kw_only=True):
         str | None,
         Meta(description="Model for classify requests that name none."),
     ] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)] | None,
+        Meta(
+            description="Size of dense vectors of embed requests that name neither `dimensions` nor a model, "
+            "where the route's model can be cut to it; when unset, the native."
+        ),
+    ] = None
     delivery: Annotated[
         Literal["at_least_once", "exactly_once"],
         Meta(
