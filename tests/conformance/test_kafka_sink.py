@@ -14,6 +14,7 @@ from aiokafka.errors import MessageSizeTooLargeError
 
 from actors.ports import PublishError, RecordTooLargeForBroker
 from pipeline.local.kafka import ApacheKafka
+from pipeline.transports.kafka.cluster import survey
 from pipeline.transports.kafka.sink import KafkaSink
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.transport_suite import WAIT_S, collect, nothing_comes, running
@@ -172,3 +173,22 @@ async def test_a_reply_to_with_a_smaller_limit_gets_its_own(harness: KafkaHarnes
         assert isinstance(outcomes[0], RecordTooLargeForBroker)
         assert outcomes[1:] == [None, None]
         assert await publish_all(sink_of(transport), harness.reply_topic, [b"x" * 9000]) == [None]
+
+
+async def test_limits_that_would_cut_dead_letters_are_told_at_the_start(
+    kafka_server: ServerInfo,
+) -> None:
+    """A request topic that takes more than the dead letters' topic, or than our producer."""
+    if not kafka_server.real_kafka:
+        pytest.skip("the packaged broker tells no limits")
+    harness = KafkaHarness(kafka_server)
+    assert (await survey(harness.options())).notices == ()
+    await harness.create_topic(harness.topic + "b", 1, **{"max.message.bytes": "4000000"})
+    wide = harness.options(topics=(harness.topic + "b",))
+    [notice] = (await survey(wide)).notices
+    assert "4000000" in notice and "max_request_size (1048576)" in notice
+    assert f"max.message.bytes of {harness.dead_letters}" in notice
+    dead = harness.dead_letters + "b"
+    await harness.create_topic(dead, 1, **{"max.message.bytes": "4000000"})
+    fits = harness.options(topics=wide.topics, dead_letter_topic=dead, max_request_size=4_000_000)
+    assert (await survey(fits)).notices == ()

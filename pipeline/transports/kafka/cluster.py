@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 _REACH_S = 3.0  # per advertised address, and per question at open
 _PID_RETRY_S = 0.1
+_SAME_SIZE = 0.99
+"""Kafka's own default is 12 bytes above that of its clients."""
 _BEYOND = 2**62
 """An offset that no partition has reached."""
 
@@ -93,6 +95,8 @@ async def survey(
             idempotent = await _supports_idempotence(options, admin, notices)
             creates = await _broker_creates(admin)
             counts, known = await _starts(options, admin) if consumes else ({}, frozenset())
+            if consumes:
+                await _compare_limits(options, admin, notices)
     except TimeoutError:
         raise ConnectionError(
             f"Kafka at {options.bootstrap} gave no complete answer within open_timeout_s "
@@ -292,6 +296,28 @@ async def topic_limit(options: KafkaOptions, topic: str) -> int | None:
     except (ConnectionError, KafkaError, TimeoutError):
         return None
     return min((int(value) for value in found), default=None)
+
+
+async def _compare_limits(
+    options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
+) -> None:
+    """A dead letter is the whole record only where it fits: into its topic, and through our producer."""
+
+    async def takes(topics: Sequence[str]) -> list[int]:
+        found = await config_of(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
+        return [int(value) for value in found]
+
+    largest = max(await takes(options.topics), default=0)
+    bounds = {f"max_request_size ({options.max_request_size})": options.max_request_size}
+    for limit in await takes([options.dead_letter_topic]):
+        bounds[f"max.message.bytes of {options.dead_letter_topic} ({limit})"] = limit
+    tight = [name for name, limit in bounds.items() if limit < largest * _SAME_SIZE]
+    if tight:
+        notices.append(
+            f"the request topics take records of {largest} bytes, more than {' and '.join(tight)}: a dead letter "
+            "of a larger record holds its beginning only, and cannot be sent again; raise the one or lower "
+            "the other"
+        )
 
 
 async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:
