@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import pytest
 
 from pipeline.transports.kafka.options import KafkaOptions
-from pipeline.transports.kafka.source import reach
+from pipeline.transports.kafka.reach import reach
 from pipeline.transports.registry import open_asker
 from tests.conformance.kafka_harness import KafkaHarness
 from tests.conformance.transport_suite import collect, flushed, running
