@@ -7,15 +7,18 @@ web, kafka and wire-format.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
+
+from schemas.requests import Lane
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
@@ -162,9 +165,17 @@ def _delivery() -> dict[str, Any]:
 def _operations() -> dict[str, Any]:
     from pipeline.cli import check, interrupts
     from pipeline.lifecycle import FORCE_GRACE_S
-    from pipeline.settings.records import AdmissionSettings
+    from pipeline.observe import http, metrics
+    from pipeline.settings.records import AdmissionSettings, HealthSettings, LifecycleSettings
+    from pipeline.transports.kafka import letters
 
+    health = HealthSettings()
     return {
+        f"(default `{health.host}:{health.port}`; 0 turns it off": True,
+        "GET and HEAD only": '("GET", "HEAD")' in inspect.getsource(http),
+        f"a metric holds at most {metrics.MAX_SERIES_PER_METRIC} label sets": True,
+        f"the budget's default is {LifecycleSettings().drain_budget_s:g}": True,
+        "offsets of the group `TOPIC.replayed`": '{topic}.replayed"' in inspect.getsource(letters),
         "does not answer within five seconds is given up": check.REACH_S == 5,
         "two seconds later the process is gone": FORCE_GRACE_S == 2,
         "one-off commands and `demo` within two seconds": interrupts.GRACE_S < 2,
@@ -193,7 +204,10 @@ def _engine() -> dict[str, Any]:
 def _models() -> dict[str, Any]:
     from gpu.folder.families import FAMILIES
     from pipeline.settings.records import LaneAdmission
+    from tests.support.models_encoders import ENCODERS
 
+    pins = (ROOT / "constraints.txt").read_text("utf-8").split()
+    versions = {name: pin for name, _, pin in (line.partition("==") for line in pins)}
     page = (ROOT / "docs" / "models.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `([\w-]+)` \| [^|]* \| ([^|]*) \|", page, re.M))
     run = {family for family, how in rows.items() if how.strip() == "packed"}
@@ -202,6 +216,10 @@ def _models() -> dict[str, Any]:
     return {
         f"`admission.bulk.max_in_flight_tokens`, {tokens // 10**6} million by default": True,
         "2.4 KB per token": True,
+        f"(torch {versions['torch']}, transformers {versions['transformers']}, one thread": True,
+        "(2 layers, hidden size 32,": {"num_hidden_layers": 2, "hidden_size": 32}.items()
+        <= ENCODERS["albert"][2].items(),
+        "Every family below gives the same bytes": "| no |" not in page,
         "This page is written by `python -m benchmarks.parity`": (
             ROOT / "benchmarks/parity.py"
         ).exists(),
@@ -240,8 +258,10 @@ def _is_packaged(name: str) -> bool:
 
 
 def _rerankers() -> dict[str, Any]:
+    from gpu.folder import read
     from gpu.folder.prompts import BUILT_IN, BUILT_IN_LABELS
 
+    activation = read._label_activation
     page = (ROOT / "docs" / "rerankers.md").read_text("utf-8")
     assert "qwen3 and bge-gemma know theirs" in page
     return {
@@ -249,6 +269,18 @@ def _rerankers() -> dict[str, Any]:
         "| `bge-gemma` | `A: query`, `B: passage`": "A: {query}" in BUILT_IN["bge-gemma"].template,
         "| `plain` | query, then document | takes none |": BUILT_IN["plain"].instruction is None,
         "Only the document is cut": True,
+        "softmax, sigmoid for multi-label or one label, none for regression": [
+            activation({"problem_type": kind}, labels)
+            for kind, labels in (
+                ("single_label_classification", 3),
+                ("multi_label_classification", 3),
+                (None, 1),
+                ("regression", 1),
+            )
+        ]
+        == ["softmax", "sigmoid", "sigmoid", "identity"],
+        "no activation": activation({"architectures": ["Qwen2ForRewardModel"]}, 1) == "identity",
+        "A label must be one token": "is not one token of this model's vocabulary" in sources(),
         "| yes, no | logit(yes) - logit(no)": BUILT_IN_LABELS["qwen3"] == ("yes", "no"),
         "`multi_item = true`": "multi_item" in sources(),
         "`*ForRewardModel`": "RewardModel" in sources(),
@@ -323,7 +355,18 @@ def _readme() -> dict[str, Any]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    client = tomllib.loads((ROOT / "clients/python/pyproject.toml").read_text("utf-8"))["project"]
+    lanes = get_args(Lane)
     return {
+        "`make up` starts": {"demo", "test", "up", "demo-index"} <= targets,
+        "`constraints.txt` pins torch to one release": "torch=="
+        in (ROOT / "constraints.txt").read_text("utf-8"),
+        "`deploy/embedstream.toml`": (ROOT / "deploy" / "embedstream.toml").exists(),
+        "`pip install 'clients/python[redis]'`": "redis" in client["optional-dependencies"],
+        "`make demo ARGS='--documents 100 --in-process'`": "--in-process" in sources(),
+        "bulk indexing fills the batches that interactive queries leave room in": lanes
+        == ("interactive", "bulk"),
         "Python 3.11 or newer": project["requires-python"].startswith(">=3.11"),
         "Licence: Apache-2.0": project["license"] == "Apache-2.0",
         "FlashInfer": any("flashinfer" in one for one in extras["cuda"]),
