@@ -111,9 +111,9 @@ async def service(transport: Transport, count: int) -> float:
         marks["first"] = marks["first"] or time.perf_counter()
         return deliveries
 
-    async def timed_publish(*arguments: Any) -> None:
+    async def timed_publish(*arguments: Any, **options: Any) -> None:
         nonlocal left
-        await publish(*arguments)
+        await publish(*arguments, **options)
         left -= 1
         if left == 0:
             finished.set()

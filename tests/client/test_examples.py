@@ -6,6 +6,7 @@ The service has a fake model: what is tested is the callers' code. docs/web.md s
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import os
@@ -47,6 +48,13 @@ def server() -> Iterator[LocalServer]:
     with background_service(f"redis://{redis.address}"):
         yield redis
     redis.close()
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Loops that end with an open client leave it to the collector: here, not in another test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

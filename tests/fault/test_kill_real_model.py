@@ -113,7 +113,7 @@ async def test_redis_loses_nothing_and_repeats_the_same_bytes(
 ) -> None:
     """F04, A06, A22: a dead consumer's entries are claimed and answered with the same bytes."""
     packaged_model("all-MiniLM-L6-v2")
-    bench = RedisBench(redis_server.address)
+    bench = RedisBench(redis_server.address, "stream")
     source = bench.config()["routes"][0]["source"]
     seen: Counter[str] = Counter()
     kept: dict[str, Reply] = {}

@@ -109,7 +109,8 @@ def test_printed_client_code_works_and_a_signal_takes_all_down(up: Up) -> None:
     with urllib.request.urlopen(f"{addresses.health}/ready", timeout=5) as ready:
         assert ready.status == 200
     printed = up.text()
-    assert "warning" not in printed and "error" not in printed, printed
+    said = printed.partition("embed over Kafka")[0]  # the code below it handles errors
+    assert "warning" not in said and "error" not in said, printed
     for address in (addresses.kafka, addresses.redis, addresses.health):
         assert address in printed
     outputs = []
