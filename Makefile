@@ -1,11 +1,13 @@
 # Every target does its own set-up: a fresh machine needs Python 3.11 or newer and make, nothing else.
 # Variables: PYTHON (interpreter for the environment), VENV (its folder), ARGS (passed on to the
-# command), PIP_ARGS (passed to pip, such as an --index-url with other builds of torch).
+# command), JOBS (tests side by side, each with servers of its own; 0 for --pdb), ROUNDS (of chaos),
+# PIP_ARGS (passed to pip, such as an --index-url with other builds of torch).
 
 VENV ?= .venv
 ARGS ?=
 PIP_ARGS ?=
 ROUNDS ?= 100
+JOBS ?= 2
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
@@ -63,7 +65,7 @@ up: $(DEMO_STAMP)
 	$(BIN)/embedstream up $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 chaos: $(DEV_STAMP)
 	EMBEDSTREAM_CHAOS_ROUNDS=$(ROUNDS) EMBEDSTREAM_CHAOS_REPORT=chaos.jsonl $(BIN)/python -m pytest -s tests/fault/test_laboratory.py $(ARGS)

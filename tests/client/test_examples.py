@@ -6,6 +6,7 @@ The service has a fake model: what is tested is the callers' code. docs/web.md s
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import importlib.util
 import json
@@ -179,6 +180,13 @@ def node_folder() -> Path:
         pytest.skip("needs node and npm")
     folder = ROOT / "build" / "node"
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:  # of several processes one installs
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        install(folder)
+    return folder
+
+
+def install(folder: Path) -> None:
     wanted = (EXAMPLES / "node" / "package.json").read_text("utf-8")
     manifest = folder / "package.json"
     if not (folder / "node_modules").exists() or manifest.read_text("utf-8") != wanted:
@@ -193,7 +201,6 @@ def node_folder() -> Path:
         if installed.returncode != 0:
             shutil.rmtree(folder / "node_modules", ignore_errors=True)
             pytest.skip(f"npm cannot install the packages: {installed.stderr.strip()[-200:]}")
-    return folder
 
 
 def test_node_redis(example: Callable[..., Path], node_folder: Path) -> None:
