@@ -44,6 +44,7 @@ class Topic:
         self.address = address
         self.partitions = partitions
         self.name, self.dead_letters = unique("documents"), unique("documents.dead")
+        self.group = unique("indexer")
 
     def source(self, group: str) -> str:
         """As a route's source."""
@@ -52,11 +53,11 @@ class Topic:
             f"&dead_letter_topic={self.dead_letters}&{SESSION}"
         )
 
-    def route(self, collection: str, group: str = "indexer", **more: Any) -> dict[str, Any]:
-        """As a `RouteSettings` in plain values."""
+    def route(self, collection: str, group: str | None = None, **more: Any) -> dict[str, Any]:
+        """As a `RouteSettings` in plain values; `group`: another than the topic's own."""
         return {
             "name": "docs",
-            "source": self.source(group),
+            "source": self.source(group or self.group),
             "destination": collection,
             "document": DOCUMENT,
             "chunk": CHUNK,
@@ -198,6 +199,6 @@ async def indexing(
             stop.request("the test is over")
 
 
-async def until_committed(topic: Topic, n: int, group: str = "indexer") -> None:
-    """Until the group has committed n records."""
-    await topic.committed_at_least(n, group)
+async def until_committed(topic: Topic, n: int, group: str | None = None) -> None:
+    """Until the group, the topic's own by default, has committed n records."""
+    await topic.committed_at_least(n, group or topic.group)

@@ -494,7 +494,9 @@ def test_any_pack(lengths: list[int], name: str, data: st.DataObject) -> None:
         bias = torch.randn(1, layer.n_heads, 321, 321, generator=source)
     out = backend.run(q, k, v, backend.plan(layout, layer, torch.float32), bias)
     want = reference(layer, layout, q, k, v, bias)
-    assert torch.allclose(out.double(), want, rtol=0, atol=1e-5)
+    # Scores without a scale reach 40, and what float32 loses of them shows in their values' size.
+    bound = 1e-5 * max(1.0, float(want.abs().max())) if want.numel() else 0.0
+    assert torch.allclose(out.double(), want, rtol=0, atol=bound)
     picked = data.draw(st.integers(0, len(lengths) - 1))
     rows = slice(layout.cu_seqlens[picked], layout.cu_seqlens[picked + 1])
     alone = layout_of((lengths[picked],), CPU)
