@@ -182,8 +182,7 @@ async def topic_made_again(ledger: Ledger) -> None:
         await admin.start()
         try:
             await admin.delete_topics([ledger.bench.topic])
-            while ledger.bench.topic in await admin.list_topics():
-                await asyncio.sleep(0.1)
+            # Whoever asks for it next makes it anew, this test or the member: it need not be seen missing.
             made = NewTopic(ledger.bench.topic, 2, 1)
             while (await admin.create_topics([made])).topic_errors[0][1] not in (0, 36):
                 await asyncio.sleep(0.1)
@@ -213,11 +212,7 @@ async def run(name: str, address: str, folder: Path, delivery: str) -> None:
         await SCENARIOS[name](ledger)
 
 
-# Of several runs of this one beside others, one did not end in at_least_once: long form only.
-SHORT = [name for name in SCENARIOS if name != "topic_made_again" or ROUNDS > 1]
-
-
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", SCENARIOS)
 async def test_every_id_has_an_outcome(kafka_server: ServerInfo, tmp_path: Path, name: str) -> None:
     """E05, E06, E13: nothing lost, nothing stuck; twice at most what was in flight, or never."""
     if not kafka_server.real_kafka:
