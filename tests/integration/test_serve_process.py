@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -105,7 +106,9 @@ def test_health_opens_first_and_sigterm_drains(model: Path) -> None:
         process.stdin.write(b'{"id": "a", "input": "alpha"}\n')
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["id"] == "a"
-        assert b'embedstream_requests_total{outcome="ok"' in get(port, "/metrics")[1]
+        # The reply leaves first and is counted when it is known to have arrived.
+        while b'embedstream_requests_total{outcome="ok"' not in get(port, "/metrics")[1]:
+            time.sleep(0.05)
         assert json.loads(get(port, "/statistics")[1])["phase"] == "ready"
         process.send_signal(signal.SIGTERM)
         events = [e["event"] for e in until_event(process, "service_stopped")]
