@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import urllib.error
 import urllib.request
@@ -102,6 +103,8 @@ async def test_the_port_answers_during_the_load_and_names_the_phase() -> None:
         assert (await asyncio.to_thread(get, port, "/ready"))[0] == 200
         status, body = await asyncio.to_thread(get, port, "/statistics")
         assert msgspec.json.decode(body)["models"]["fake"]["architecture"] == "Fake"
+        assert gc.get_freeze_count() > 0, "a full collection walks all that was loaded"
+    assert gc.get_freeze_count() == 0
 
 
 async def test_a_dead_executor_ends_the_service_and_releases_the_work() -> None:
