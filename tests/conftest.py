@@ -73,7 +73,7 @@ class _RequireServers:
         if hasattr(session.config, "workerinput") or session.config.option.collectonly:
             return
         missing = [marker for marker, count in self.ran.items() if count == 0]
-        if session.config.getoption("lf"):
+        if session.config.getoption("lf", default=False):
             return  # a second turn of what failed: the first one showed that the servers are there
         if missing and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
