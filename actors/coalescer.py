@@ -2,7 +2,8 @@
 
 Who calls it: tokenizers `put` encoded items, the dispatcher calls `next_batch`.
 What must stay true: this is only the async shell around `actors.packing.Packer`; queued tokens per
-lane are bounded (`put` waits above the bound, so a bulk backlog never blocks the interactive lane);
+lane are bounded (`put` waits above the bound, so a bulk backlog never blocks the interactive lane; a
+batch that is put back may exceed it);
 what the packer dropped as expired is failed here, so that nobody waits for it.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.messages import Entry, InFlight
-from actors.packing import Packer, PackingPolicy
+from actors.packing import Packer, PackingPolicy, Take
 from actors.ports import Clock
 from schemas.errors import Cancelled, EmbedstreamError, Expired
 from schemas.requests import LANES, Lane
@@ -21,10 +22,19 @@ from schemas.requests import LANES, Lane
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """One batch's worth of entries of one model."""
+    """One batch's worth of entries of one model, and what `put_back` needs of the moment before.
+
+    owed: the model had been passed over for long enough. passed_over: `Coalescer._passed_over` then.
+    """
 
     model: str
-    entries: list[Entry]
+    take: Take
+    owed: bool
+    passed_over: dict[str, int]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.take.batch
 
 
 class Coalescer:
@@ -52,6 +62,8 @@ class Coalescer:
         self._room = asyncio.Event()
         self._turn = 0
         self._passed_over = dict.fromkeys(self.packers, 0)  # batches since a waiting model's last
+        self.on_interactive: Callable[[], None] = _nothing
+        """Called when interactive items have been queued."""
 
     def queued_tokens(self, lane: Lane | None = None) -> int:
         """Tokens waiting over all models."""
@@ -65,6 +77,8 @@ class Coalescer:
             await self._room.wait()
         packer.add(entries, lane)
         self._work.set()
+        if lane == "interactive":
+            self.on_interactive()
 
     async def next_batch(self, *, idle: Callable[[], bool]) -> Selected:
         """Wait for the next batch. `idle()` says whether the executor has nothing to run now.
@@ -101,10 +115,33 @@ class Coalescer:
                 if not entry.owner.closed:
                     self._fail(entry.owner, _why_dropped(entry, epoch_ms))
             if take.batch:
+                selected = Selected(model, take, self._is_owed(model), self._passed_over)
                 self._turn += 1
                 self._note_turn(model)
-                return Selected(model, take.batch)
+                return selected
         return None
+
+    def would_gain(self, selected: Selected) -> bool:
+        """Would interactive items leave earlier if `selected`, the latest batch, were put back?"""
+        if self.packers[selected.model].would_gain(selected.take):
+            return True
+        only_spare = selected.take.spare_tokens == selected.take.n_tokens and not selected.owed
+        return only_spare and any(
+            packer.queued_items("interactive")
+            for model, packer in self.packers.items()
+            if model != selected.model
+        )
+
+    def put_back(self, selected: Selected) -> None:
+        """Undo the latest `try_next_batch`."""
+        self.packers[selected.model].put_back(selected.take)
+        self._turn -= 1
+        self._passed_over = selected.passed_over
+        self._work.set()
+
+    def _is_owed(self, model: str) -> bool:
+        # bulk_floor is a share of each model's batches; it is one of all batches, too.
+        return self._passed_over[model] * self.packers[model].policy.bulk_floor >= 1.0
 
     def _order(self) -> list[str]:
         waiting = [model for model, packer in self.packers.items() if len(packer)]
@@ -113,16 +150,15 @@ class Coalescer:
 
         def urgency(model: str) -> tuple[bool, float]:
             at = self.packers[model].oldest_at("interactive")
-            # bulk_floor is a share of each model's batches; it is one of all batches, too.
-            owed = self._passed_over[model] * self.packers[model].policy.bulk_floor >= 1.0
-            return not owed, float("inf") if at is None else at
+            return not self._is_owed(model), float("inf") if at is None else at
 
         return sorted(rotated, key=urgency)
 
     def _note_turn(self, served: str) -> None:
-        for model, packer in self.packers.items():
-            waits = model != served and len(packer) > 0
-            self._passed_over[model] = self._passed_over[model] + 1 if waits else 0
+        self._passed_over = {
+            model: self._passed_over[model] + 1 if model != served and len(packer) else 0
+            for model, packer in self.packers.items()
+        }
 
     def poke(self) -> None:
         """Look again: the executor became idle, or something was cancelled."""
@@ -134,6 +170,10 @@ class Coalescer:
             model: {lane: packer.queued_tokens(lane) for lane in LANES}
             for model, packer in self.packers.items()
         }
+
+
+def _nothing() -> None:
+    pass
 
 
 def _why_dropped(entry: Entry, epoch_ms: int) -> EmbedstreamError:

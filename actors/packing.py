@@ -4,7 +4,8 @@ Who calls it: the coalescer, one packer per model.
 What must stay true: a batch holds at most `max_batch_tokens` tokens (a longer item travels alone);
 the oldest item of the lane that is served is always in the batch, so nothing can be overtaken for
 ever; interactive items go first but bulk keeps its floor share while it waits; what expired or
-ended is dropped here, before any compute; queued counts never go negative.
+ended is dropped here, before any compute; queued counts never go negative; a batch that is put back
+leaves no trace: it is as if it had not been packed yet.
 
 Policy (sources: TEI and SGLang emit as soon as the device is idle and use no timer; Kafka's linger
 bounds the wait for a fuller batch while the device is busy):
@@ -43,10 +44,19 @@ class PackingPolicy:
 
 @dataclass(slots=True)
 class Take:
-    """What `next_batch` decided. `dropped`: expired or ended entries, to be answered by the caller."""
+    """What `next_batch` decided.
+
+    batch: in the order of taking. dropped: expired or ended entries, to be answered by the caller.
+    n_tokens: of the batch; spare_tokens: those of bulk items beyond bulk's earned share, which
+    interactive items may displace. The rest is what `Packer.put_back` needs.
+    """
 
     batch: list[Entry] = field(default_factory=list)
     dropped: list[Entry] = field(default_factory=list)
+    n_tokens: int = 0
+    spare_tokens: int = 0
+    places: list[tuple[Lane, int]] = field(default_factory=list)
+    credit_before: float = 0.0
 
 
 class Packer:
@@ -57,6 +67,7 @@ class Packer:
         self._lanes: dict[Lane, deque[Entry]] = {lane: deque() for lane in LANES}
         self._tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._bulk_credit = 0.0
+        self._latest: Take | None = None
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._lanes.values())
@@ -99,13 +110,14 @@ class Packer:
 
     def next_batch(self, now: float, epoch_ms: int, *, idle: bool) -> Take:
         """Take the next batch, or an empty one when it is better to wait."""
-        take = Take()
+        take = Take(credit_before=self._bulk_credit)
+        self._latest = take
         for lane in LANES:
             self._drop_dead_heads(lane, epoch_ms, take.dropped)
         ready = self.ready_at(idle=idle)
         if ready is None or now < ready:
             return take
-        budget, used = self.policy.max_batch_tokens, 0
+        budget = self.policy.max_batch_tokens
         both = bool(self._lanes["interactive"]) and bool(self._lanes["bulk"])
         if both:
             # An item above the cap would wait for as long as interactive items come.
@@ -116,13 +128,36 @@ class Packer:
             )
             if self._bulk_credit >= head_tokens:
                 share = min(int(self._bulk_credit), budget)
-                used = self._fill("bulk", take, share, epoch_ms, alone_ok=True)
-                self._bulk_credit -= used
+                self._bulk_credit -= self._fill("bulk", take, share, epoch_ms, alone_ok=True)
         else:
             self._bulk_credit = 0.0
         for lane in LANES:
-            used += self._fill(lane, take, budget - used, epoch_ms, alone_ok=not take.batch)
+            room = budget - take.n_tokens
+            taken = self._fill(lane, take, room, epoch_ms, alone_ok=not take.batch)
+            take.spare_tokens = taken if lane == "bulk" else 0
         return take
+
+    def would_gain(self, take: Take) -> bool:
+        """May `take` be put back, and would the first interactive item that waits be in it then?"""
+        queue = self._lanes["interactive"]
+        if take is not self._latest or not take.batch or not queue:
+            return False
+        if not take.spare_tokens and len(take.batch) >= self.policy.max_batch_items:
+            return False
+        budget = self.policy.max_batch_tokens
+        room = budget - take.n_tokens + take.spare_tokens
+        return min(queue[0].n_tokens, budget) <= room
+
+    def put_back(self, take: Take) -> None:
+        """Undo the latest `next_batch`: its entries stand where they stood, and bulk has the credit it had."""
+        assert take is self._latest, "only the latest batch can be put back; this is a bug"
+        self._latest = None
+        for entry, (lane, position) in zip(
+            reversed(take.batch), reversed(take.places), strict=True
+        ):
+            self._lanes[lane].insert(position, entry)
+            self._tokens[lane] += entry.n_tokens
+        self._bulk_credit = take.credit_before
 
     def _drop_dead_heads(self, lane: Lane, epoch_ms: int, dropped: list[Entry]) -> None:
         queue = self._lanes[lane]
@@ -158,6 +193,8 @@ class Packer:
                 position += 1
                 continue
             self._remove(lane, position, take.batch)
+            take.places.append((lane, position))
+            take.n_tokens += n_tokens
             taken += n_tokens
             room -= n_tokens
             if room <= 0:

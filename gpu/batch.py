@@ -268,7 +268,8 @@ class Executor(Protocol):
 
     def submit(self, model: str, batch: PackedBatch) -> Future[list[ItemOutcome]]:
         """Queue one batch; the future resolves to outcomes in row order. Raises nothing itself:
-        a dead executor resolves the future with `ExecutorDied`."""
+        a dead executor resolves the future with `ExecutorDied`. Until a thread has taken the batch its
+        caller may cancel the future: it is not computed then."""
         ...
 
     def health(self) -> ExecutorHealth: ...

@@ -159,12 +159,19 @@ class ModelExecutor:
             full = self._waiting >= self.width * QUEUED_PER_THREAD and job.forward
             if reason is None and not full:
                 self._waiting += 1
+                job.future.add_done_callback(self._note_cancelled)
                 self._queue.put(job)
                 return
         if reason is not None:
             job.future.set_exception(ExecutorDied(reason))
         else:
             job.future.set_exception(Overloaded("too many batches wait for the executor"))
+
+    def _note_cancelled(self, future: Future[Any]) -> None:
+        """Its caller took it back: the thread that comes to it goes on to the next."""
+        if future.cancelled():
+            with self._lock:
+                self._waiting -= 1
 
     def _run(self) -> None:
         """One thread. Only a fatal fault or close ends it."""
@@ -173,10 +180,10 @@ class ModelExecutor:
             for init in self._inits:
                 init()
             while (job := self._queue.get()) is not None:
-                with self._lock:
-                    self._waiting -= 1
                 if not job.future.set_running_or_notify_cancel():
                     continue
+                with self._lock:
+                    self._waiting -= 1
                 self._execute(job)
         except BaseException as error:  # noqa: BLE001 - told through health and every future
             told = f"an executor thread ended: {type(error).__name__}"
@@ -239,9 +246,9 @@ class ModelExecutor:
             if job is None:
                 stops += 1
                 continue
-            with self._lock:
-                self._waiting -= 1
             if job.future.set_running_or_notify_cancel():
+                with self._lock:
+                    self._waiting -= 1
                 job.future.set_exception(ExecutorDied(reason))
         for _ in range(stops):  # another thread's word to stop
             self._queue.put(None)

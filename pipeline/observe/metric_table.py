@@ -73,6 +73,11 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("batch_items", "Items of a pack.", COUNTS, "model"),
     _histogram("batch_tokens", "Tokens of a pack.", TOKENS, "model"),
     _histogram("forward_seconds", "Submit to rows of one pack.", SECONDS, "model"),
+    _counter(
+        "batches_packed_again_total",
+        "Batches that had not begun when interactive items came, and were packed again with them.",
+        "model",
+    ),
     _counter("failed_batches_total", "Packs whose forward failed as a whole.", "model"),
     _counter(
         "padding_avoided_tokens_total",

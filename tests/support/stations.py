@@ -60,6 +60,8 @@ class InlineExecutor:
         future: Future[list[ItemOutcome]] = Future()
 
         def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             if self.dead is not None:
                 future.set_exception(ExecutorDied(self.dead))
                 return

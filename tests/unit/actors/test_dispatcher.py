@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import numpy as np
 
 from actors.attempts import Attempts
 from actors.coalescer import Coalescer
-from actors.dispatcher import Dispatcher
+from actors.dispatcher import MAX_TAKEN_BACK, Dispatcher
 from actors.messages import Entry, InFlight
 from actors.packing import PackingPolicy
 from actors.ports import SystemClock
 from actors.supervisor import Supervisor
-from gpu.batch import ExecutorDied, ItemOutcome, ItemResult, PackedBatch
+from gpu.batch import Executor, ExecutorDied, ItemOutcome, ItemResult, PackedBatch
+from gpu.executor import ModelExecutor
 from schemas.errors import EmbedstreamError, Internal, ModelError, NonFinite, OutOfMemory
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_vector
 from tests.support.stations import InlineExecutor, entry
@@ -24,7 +27,14 @@ from tests.support.stations import InlineExecutor, entry
 class Harness:
     """A coalescer and a dispatcher on an inline executor; outcomes by entry."""
 
-    def __init__(self, runner: FakeRunner, *, budget: int = 64, held: bool = False) -> None:
+    def __init__(
+        self,
+        runner: FakeRunner,
+        *,
+        budget: int = 64,
+        held: bool = False,
+        executor: Executor | None = None,
+    ) -> None:
         self.metrics = RecordingMetrics()
         self.outcomes: dict[int, ItemOutcome] = {}
         self.failed: list[tuple[InFlight, EmbedstreamError]] = []
@@ -42,7 +52,7 @@ class Harness:
         )
         self.dispatcher = Dispatcher(
             self.coalescer,
-            self.executor,
+            executor or self.executor,
             spawn=self.supervisor.spawn,
             attempts=Attempts(),
             complete=self._complete,
@@ -213,3 +223,134 @@ async def test_a_runner_that_returns_too_few_rows_fails_its_items_not_the_servic
         outcomes = await harness.answered(entries)
         assert harness.supervisor.fatal is None
     assert all(isinstance(outcome, ModelError) for outcome in outcomes)
+
+
+# --- interactive work that comes while a batch of bulk waits behind the running one ---------------------
+
+
+async def out(harness: Harness, n: int) -> None:
+    """Until so many batches were handed to the executor, taken back ones included."""
+    while len(harness.executor.waiting) < n:
+        await asyncio.sleep(0)
+
+
+async def test_a_waiting_batch_is_packed_again_with_the_interactive_item_in_it() -> None:
+    """The item is in the next forward, not in the one after it; bulk keeps its order."""
+    runner = FakeRunner(max_batch_tokens=4)
+    harness = Harness(runner, budget=4, held=True)
+    bulk = [entry(4, first_id=1 + 10 * i) for i in range(4)]
+    question = entry(4, first_id=500)
+    async with running(harness):
+        await harness.coalescer.put("fake", bulk, "bulk")
+        await out(harness, 2)
+        assert bulk[1].owner.first_forward_at is not None
+        await harness.coalescer.put("fake", [question], "interactive")
+        await out(harness, 3)
+        assert bulk[1].owner.first_forward_at is None  # and may be withdrawn
+        harness.executor.held = False
+        harness.executor.release()
+        await harness.answered([*bulk, question])
+    assert [int(batch.input_ids[0]) for batch in runner.batches] == [1, 500, 11, 21, 31]
+    assert harness.metrics.counts["batches_packed_again_total"] == 1
+    assert len(harness.metrics.observed["queue_wait_seconds"]) == 5
+
+
+async def test_a_batch_is_packed_again_a_few_times_at_most() -> None:
+    """Interactive items without end neither keep the event loop packing nor fill the executor's queue."""
+    runner = FakeRunner(max_batch_tokens=40)
+    harness = Harness(runner, budget=40, held=True)
+    bulk = [entry(10, first_id=1 + 10 * i) for i in range(40)]
+    questions = [entry(1, first_id=600 + i) for i in range(20)]
+    async with running(harness):
+        await harness.coalescer.put("fake", bulk, "bulk")
+        await out(harness, 2)
+        for n, question in enumerate(questions):
+            await harness.coalescer.put("fake", [question], "interactive")
+            await out(harness, min(2 + MAX_TAKEN_BACK, 3 + n))
+        assert len(harness.executor.waiting) == 2 + MAX_TAKEN_BACK
+        harness.executor.held = False
+        harness.executor.release()
+        await harness.answered([*bulk, *questions])
+    assert sum(batch.n_items for batch in runner.batches) == 60, "computed twice, or never"
+
+
+async def test_a_batch_of_redelivered_records_is_not_taken_back() -> None:
+    """Its attempts are counted at the source around the step."""
+    runner = FakeRunner(max_batch_tokens=4)
+    harness = Harness(runner, budget=4, held=True)
+    bulk = [entry(4, first_id=1 + 10 * i) for i in range(3)]
+    noted: list[str] = []
+
+    class Counting:
+        async def attempt_begins(self, deliveries: object) -> None:
+            noted.append("begins")
+
+        async def attempt_came_back(self, deliveries: object) -> None:
+            noted.append("came back")
+
+    bulk[1].owner.redelivered = True
+    bulk[1].owner.route = SimpleNamespace(source=Counting())  # type: ignore[assignment]
+    async with running(harness):
+        await harness.coalescer.put("fake", bulk, "bulk")
+        await out(harness, 2)
+        await harness.coalescer.put("fake", [entry(4, first_id=500)], "interactive")
+        harness.executor.held = False
+        harness.executor.release()
+        await harness.answered(bulk)
+    assert [int(batch.input_ids[0]) for batch in runner.batches][:2] == [1, 11]
+    assert noted == ["begins", "came back"]
+
+
+async def test_a_waiting_batch_of_another_model_makes_room_too() -> None:
+    clock = SystemClock()
+    coalescer = Coalescer(
+        {name: PackingPolicy(max_batch_tokens=8, bulk_floor=0.25) for name in ("a", "b")},
+        max_queued_tokens=10**6,
+        clock=clock,
+        fail=lambda owner, error: None,
+    )
+    await coalescer.put("a", [entry(8) for _ in range(20)], "bulk")
+    chosen = []
+    for _ in range(12):
+        selected = coalescer.try_next_batch(idle=True)
+        assert selected is not None
+        await coalescer.put("b", [entry(8)], "interactive")
+        if coalescer.would_gain(selected):
+            coalescer.put_back(selected)
+            selected = coalescer.try_next_batch(idle=True)
+            assert selected is not None
+        chosen.append(selected.model)
+    assert chosen == ["b"] * 4 + ["a"] + ["b"] * 4 + ["a"] + ["b"] * 2
+
+
+async def test_over_threads_nothing_is_lost_and_nothing_is_computed_twice() -> None:
+    """A07: both lanes at once on a real executor of two threads, whose batches begin at any moment."""
+    rng = np.random.default_rng(11)
+    pauses = iter(rng.uniform(0, 0.003, 10_000).tolist())
+    runner = FakeRunner(max_batch_tokens=64, before_forward=lambda _: time.sleep(next(pauses)))
+    executor = ModelExecutor({"fake": lambda: runner}, 2)
+    harness = Harness(runner, executor=executor)
+    try:
+        await asyncio.wrap_future(executor.load("fake"))
+        entries: list[Entry] = []
+        async with running(harness):
+            for n in range(150):
+                bulk = [entry(int(k), first_id=1 + 40 * (9 * n + i)) for i, k in
+                        enumerate(rng.integers(1, 30, 8))]  # fmt: skip
+                question = entry(3, first_id=1 + 40 * (9 * n + 8))
+                await harness.coalescer.put("fake", bulk, "bulk")
+                if n % 2:
+                    await asyncio.sleep(float(rng.uniform(0, 0.004)))
+                await harness.coalescer.put("fake", [question], "interactive")
+                entries += [*bulk, question]
+            await harness.answered(entries)
+            for one in entries:
+                outcome = harness.outcomes[id(one.owner)]
+                assert isinstance(outcome, ItemResult) and outcome.dense is not None
+                np.testing.assert_array_equal(
+                    outcome.dense, fake_vector(one.item.input_ids.tolist())
+                )
+    finally:
+        await asyncio.to_thread(executor.close, 10)
+    assert sum(batch.n_items for batch in runner.batches) == len(entries)
+    assert harness.metrics.counts["batches_packed_again_total"] > 0

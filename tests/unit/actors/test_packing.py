@@ -153,3 +153,124 @@ def test_grouping_by_length_never_passes_the_oldest_item_over() -> None:
         if 90 in lengths(box.next_batch(float(now), 0, idle=True).batch):
             return
     raise AssertionError("the long item never travelled")
+
+
+# --- batches that are put back -----------------------------------------------------------------------
+
+
+def state(box: Packer) -> tuple[object, ...]:
+    return (
+        {lane: list(queue) for lane, queue in box._lanes.items()},
+        dict(box._tokens),
+        box._bulk_credit,
+    )
+
+
+def test_interactive_items_take_the_place_of_bulk_beyond_its_share() -> None:
+    box = packer(bulk_floor=0.2)
+    bulk = [entry(20) for _ in range(10)]
+    box.add(bulk, "bulk")
+    take = box.next_batch(0.0, 0, idle=False)
+    assert take.batch == bulk[:5] and take.spare_tokens == take.n_tokens == 100
+    assert not box.would_gain(take)
+    question = entry(30)
+    box.add([question], "interactive")
+    assert box.would_gain(take)
+    box.put_back(take)
+    # One item of bulk has earned its place, and one more fits.
+    again = box.next_batch(0.0, 0, idle=False)
+    assert again.batch == [bulk[0], question, *bulk[1:3]] and again.spare_tokens == 40
+    box.add([entry(60)], "interactive")
+    assert not box.would_gain(again)  # neither room nor spare for so long a one
+
+
+def test_only_the_latest_batch_can_be_put_back() -> None:
+    box = packer()
+    box.add([entry(100) for _ in range(3)], "bulk")
+    first, second = (box.next_batch(0.0, 0, idle=True) for _ in range(2))
+    box.add([entry(1)], "interactive")
+    assert not box.would_gain(first) and box.would_gain(second)
+    box.put_back(second)
+    assert not box.would_gain(second)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("interactive"), st.lists(st.integers(1, 150), min_size=1, max_size=5)),
+        st.tuples(st.just("bulk"), st.lists(st.integers(1, 150), min_size=1, max_size=20)),
+        st.tuples(st.just("take"), st.booleans()),
+        st.tuples(st.just("back"), st.just(True)),
+        st.tuples(st.just("end"), st.integers(0, 200)),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=steps, floor=st.floats(0, 0.9), grouped=st.booleans())
+def test_a_batch_that_is_put_back_leaves_no_trace(
+    steps: list[tuple[str, object]], floor: float, grouped: bool
+) -> None:
+    """A07, I01: over any sequence of arrivals, ends, batches and batches put back, every item leaves once
+    or is dropped, and the queues, counts and credit are those of a packer that never packed that batch."""
+    box = packer(bulk_floor=floor, group_lengths=grouped)
+    everything: list[Entry] = []
+    left: list[Entry] = []
+    latest, before, dropped = None, None, []
+    for step, given_ in steps:
+        if step in ("interactive", "bulk"):
+            new = [entry(n) for n in given_]  # type: ignore[attr-defined]
+            box.add(new, step)  # type: ignore[arg-type]
+            everything += new
+            if before is not None:
+                before[0][step].extend(new)
+                before[1][step] += sum(lengths(new))
+        elif step == "end" and everything:
+            everything[int(given_) % len(everything)].owner.closed = True  # type: ignore[call-overload]
+        elif step == "take":
+            lanes, tokens, credit = state(box)
+            before = (lanes, tokens, credit)
+            latest = box.next_batch(0.0, 0, idle=bool(given_))
+            dropped = latest.dropped
+            left += latest.batch + latest.dropped
+        elif step == "back" and latest is not None and before is not None:
+            gained = box.would_gain(latest)
+            box.put_back(latest)
+            left = left[: len(left) - len(latest.batch) - len(dropped)] + dropped
+            lanes, tokens, credit = state(box)
+            for lane, queue in lanes.items():  # type: ignore[attr-defined]
+                expected = [one for one in before[0][lane] if one not in dropped]
+                assert set(map(id, queue)) == set(map(id, expected))
+                assert grouped or queue == expected
+                assert tokens[lane] == sum(lengths(queue)) >= 0  # type: ignore[index]
+            assert credit == before[2]
+            if gained:
+                oldest = box._lanes["interactive"][0]
+                again = box.next_batch(0.0, 0, idle=True)
+                assert oldest in again.batch or oldest in again.dropped or grouped
+                left += again.batch + again.dropped
+            latest = before = None
+    while (take := box.next_batch(0.0, 0, idle=True)).batch:
+        left += take.batch + take.dropped
+    left += take.dropped
+    assert len(left) == len(everything) and set(map(id, left)) == set(map(id, everything))
+    assert box.queued_tokens() == 0
+
+
+@given(waiting=st.lists(st.integers(1, 100), min_size=1, max_size=30), floor=st.floats(0.05, 0.9))
+def test_bulk_keeps_its_floor_however_often_its_batch_is_put_back(
+    waiting: list[int], floor: float
+) -> None:
+    """Putting back costs bulk no credit and earns it none: its share is one of batches that are computed."""
+    patient, pushed = packer(bulk_floor=floor), packer(bulk_floor=floor)
+    for box in (patient, pushed):
+        box.add([entry(10) for _ in range(200)], "bulk")
+    shares: dict[Packer, list[int]] = {patient: [], pushed: []}
+    for n_tokens in waiting:
+        for box in (patient, pushed):
+            if box is pushed:
+                box.put_back(box.next_batch(0.0, 0, idle=True))
+            box.add([entry(n_tokens)], "interactive")
+            before = box.queued_tokens("bulk")
+            box.next_batch(0.0, 0, idle=True)
+            shares[box].append(before - box.queued_tokens("bulk"))
+    assert shares[patient] == shares[pushed]

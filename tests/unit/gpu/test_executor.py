@@ -320,3 +320,26 @@ def test_an_executor_imports_no_torch() -> None:
     code = "import sys, gpu.executor, gpu.load; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_a_batch_that_was_taken_back_is_not_computed_and_frees_its_place(start: Start) -> None:
+    """Its caller may put another in its place, as often as it likes."""
+    begun, go = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def forward(b: PackedBatch) -> Any:
+        seen.append(b.n_items)
+        begun.set()
+        assert go.wait(WAIT_S)
+        return [ItemResult() for _ in b.items]
+
+    executor = start(FakeRunner(forward))
+    running = executor.submit("m", batch(1))
+    assert begun.wait(WAIT_S)
+    assert not running.cancel()
+    for _ in range(3 * QUEUED_PER_THREAD):
+        assert executor.submit("m", batch(2)).cancel()
+    last = executor.submit("m", batch(3))
+    go.set()
+    assert len(last.result(WAIT_S)) == 3 and len(running.result(WAIT_S)) == 1
+    assert seen == [1, 3]
