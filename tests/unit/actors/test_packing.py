@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import Entry
@@ -206,6 +206,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps=steps, floor=st.floats(0, 0.9), grouped=st.booleans())
 def test_a_batch_that_is_put_back_leaves_no_trace(
     steps: list[tuple[str, object]], floor: float, grouped: bool
@@ -256,14 +257,15 @@ def test_a_batch_that_is_put_back_leaves_no_trace(
     assert box.queued_tokens() == 0
 
 
-@given(waiting=st.lists(st.integers(1, 100), min_size=1, max_size=30), floor=st.floats(0.05, 0.9))
+@settings(deadline=None)
+@given(waiting=st.lists(st.integers(1, 100), min_size=1, max_size=15), floor=st.floats(0.05, 0.9))
 def test_bulk_keeps_its_floor_however_often_its_batch_is_put_back(
     waiting: list[int], floor: float
 ) -> None:
     """Putting back costs bulk no credit and earns it none: its share is one of batches that are computed."""
     patient, pushed = packer(bulk_floor=floor), packer(bulk_floor=floor)
     for box in (patient, pushed):
-        box.add([entry(10) for _ in range(200)], "bulk")
+        box.add([entry(10) for _ in range(80)], "bulk")
     shares: dict[Packer, list[int]] = {patient: [], pushed: []}
     for n_tokens in waiting:
         for box in (patient, pushed):
