@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
-from pipeline.indexing.records import DELETED, Chunk, Version, Write, chunk_id
+from pipeline.indexing.records import DELETED, Chunk, Entry, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import Collection, StoreUnavailable
 from pipeline.indexing.sinks.registry import open_collection
 
@@ -79,6 +79,15 @@ async def contents(
             dict(row.metadata),
             np.asarray(row.vector, np.float32).tobytes(),
         )
+    return found
+
+
+async def entries_of(collection: Collection) -> dict[str, Entry]:
+    """The whole ledger, by document id."""
+    found: dict[str, Entry] = {}
+    async for entry in collection.entries():
+        assert entry.document_id not in found, "a document has two entries"
+        found[entry.document_id] = entry
     return found
 
 
@@ -222,6 +231,10 @@ class CollectionMachine(RuleBasedStateMachine):
         found = self.runner.run(contents(self.collection))
         assert same(found, expected(self.model), self.exact)
         status = self.runner.run(self.collection.status())
+        ledger = self.runner.run(entries_of(self.collection))
+        assert {name: (e.version, e.content_hash) for name, e in ledger.items()} == {
+            name: (write.version, write.content_hash) for name, write in self.model.items()
+        }
         there = [w for w in self.model.values() if w.content_hash != DELETED]
         assert (status.n_documents, status.n_chunks) == (len(there), len(found))
 
@@ -341,6 +354,47 @@ class CollectionConformance:
         shorter = [put(f"d{i}", 2, [f"{i}-0"]) for i in range(11)]
         assert {o.kind for o in await collection.write(shorter, now_ms=1)} == {"written"}
         assert (await collection.status()).n_chunks == 11
+
+    async def test_a_ledger_beyond_one_page_is_read_whole(self, collection: Collection) -> None:
+        writes = [put(f"d{i}", 1, [f"t{i}"]) for i in range(1100)]
+        await collection.write(writes, now_ms=1)
+        await collection.write([delete("d7", 2)], now_ms=2)
+        ledger = await entries_of(collection)
+        assert len(ledger) == 1100 and ledger["d7"].content_hash == DELETED
+
+    async def test_an_alias_leads_readers_to_the_new_one_and_takes_no_writer(
+        self, url: str
+    ) -> None:
+        first = open_collection(url)
+        await first.open(IDENTITY)
+        if not first.has_aliases:
+            await first.drop()
+            await first.aclose()
+            return
+        await first.write([put("a", 1, ["old"])], now_ms=1)
+        alias = f"{url.partition('#')[0]}#a{uuid.uuid4().hex[:12]}"
+        second = open_collection(url + "v2")
+        for target, text in ((first, "old"), (second, "new")):
+            if target is second and self.one_client:
+                await first.aclose()
+            await target.open(IDENTITY)
+            await target.write([put("a", 2, [text])], now_ms=2)
+            await target.lead_alias(alias.partition("#")[2])
+            if self.one_client:
+                await target.aclose()
+            reader = open_collection(alias)
+            await reader.open_as_is()
+            assert {row[2] for row in (await contents(reader)).values()} == {text}
+            assert (await reader.status()).n_documents == 1
+            await reader.aclose()
+            writer = open_collection(alias)
+            with pytest.raises(WrongCollection, match="alias"):
+                await writer.open(IDENTITY)
+            await writer.aclose()
+        for target in (first, second):
+            await target.connect()
+            await target.drop()
+            await target.aclose()
 
     async def test_writes_into_a_collection_that_was_dropped_are_not_taken_for_stored(
         self, url: str

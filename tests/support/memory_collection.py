@@ -96,6 +96,10 @@ class MemoryCollection(Collection):
         for row in list(self._stored.rows.values()):
             yield row
 
+    async def entries(self) -> AsyncIterator[Entry]:
+        for entry in list(self._stored.entries.values()):
+            yield entry
+
     async def drop(self) -> None:
         self.stores.pop(self.name, None)
 

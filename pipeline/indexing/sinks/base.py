@@ -111,6 +111,8 @@ class Collection(ABC):
     """
 
     limits: SinkLimits = SinkLimits()
+    has_aliases: bool = False
+    """The store can give a collection a second name, for readers, and move it in one step."""
     transactional: bool = False
     """Chunks and ledger change together or not at all."""
     where: str
@@ -163,12 +165,20 @@ class Collection(ABC):
         """Every stored chunk, in no order."""
 
     @abstractmethod
+    def entries(self) -> AsyncIterator[Entry]:
+        """Every ledger entry, in no order; those of deleted documents too."""
+
+    @abstractmethod
     async def drop(self) -> None:
         """Delete the collection and its ledger."""
 
     @abstractmethod
     async def aclose(self) -> None:
         """Disconnect."""
+
+    async def lead_alias(self, alias: str) -> None:
+        """Let `alias` name this collection from now on, for readers; only where `has_aliases`."""
+        raise NotImplementedError(f"{type(self).__name__} has no aliases")
 
     # --- what all do alike ----------------------------------------------------------------------
 

@@ -202,6 +202,12 @@ class LanceCollection(Collection):
                     np.asarray(row["vector"], dtype=np.float32),
                 )
 
+    async def entries(self) -> AsyncIterator[Entry]:
+        """See `Collection`."""
+        async for batch in await _told(self._documents.query().to_batches()):
+            for row in batch.to_pylist():
+                yield _entry(row)
+
     async def drop(self) -> None:
         """See `Collection`."""
         names = await self._table_names()

@@ -163,16 +163,7 @@ class PgvectorCollection(Collection):
         cursor = await self._run(
             "SELECT * FROM {documents} WHERE document_id = ANY(%s)", list(document_ids)
         )
-        return {
-            row["document_id"]: Entry(
-                row["document_id"],
-                Version(row["source"], row["number"]),
-                row["content_hash"],
-                row["n_chunks"],
-                row["changed_at_ms"],
-            )
-            for row in await cursor.fetchall()
-        }
+        return {row["document_id"]: _entry(row) for row in await cursor.fetchall()}
 
     async def _run_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         await self.connect()
@@ -277,6 +268,21 @@ class PgvectorCollection(Collection):
                 )
             last = str(found[-1]["id"])
 
+    async def entries(self) -> AsyncIterator[Entry]:
+        """See `Collection`."""
+        last = ""
+        while True:
+            cursor = await self._run(
+                "SELECT * FROM {documents} WHERE document_id > %s ORDER BY document_id LIMIT 1000",
+                last,
+            )
+            found = await cursor.fetchall()
+            if not found:
+                return
+            for row in found:
+                yield _entry(row)
+            last = found[-1]["document_id"]
+
     async def drop(self) -> None:
         """See `Collection`."""
         await self._run("DROP TABLE IF EXISTS {chunks}, {documents}")
@@ -286,6 +292,16 @@ class PgvectorCollection(Collection):
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        row["document_id"],
+        Version(row["source"], row["number"]),
+        row["content_hash"],
+        row["n_chunks"],
+        row["changed_at_ms"],
+    )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from qdrant_client.common.client_exceptions import ResourceExhaustedResponse
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 from gpu.batch import Float32
-from pipeline.indexing.identity import CollectionIdentity
+from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Entry, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import (
     Collection,
@@ -41,6 +41,7 @@ class QdrantCollection(Collection):
     """See the module."""
 
     limits = SinkLimits(max_points=1000, max_bytes=4 * 1024 * 1024)
+    has_aliases = True
 
     def __init__(self, name: str, where: str, *, local: bool, **client: Any) -> None:
         super().__init__()
@@ -57,6 +58,40 @@ class QdrantCollection(Collection):
                 self._client = AsyncQdrantClient(**self._options)
         with told():
             await self._client.get_collections()
+
+    async def open(self, identity: CollectionIdentity, *, create: bool = True) -> None:
+        """See `Collection`. An alias is for readers: what it names may change under a writer."""
+        await self.connect()
+        with told():
+            aliases = (await self._client.get_aliases()).aliases
+        for alias in aliases:
+            if alias.alias_name == self.name:
+                raise WrongCollection(
+                    f"{self.where} is an alias of {alias.collection_name}, and aliases are for "
+                    f"readers: write into #{alias.collection_name}"
+                )
+        await super().open(identity, create=create)
+
+    async def lead_alias(self, alias: str) -> None:
+        """See `Collection`. Chunks and ledger change their names in one step."""
+        moves: list[Any] = []
+        for name, target in ((alias, self.name), (f"{alias}__documents", self.ledger)):
+            with told():
+                if await self._client.collection_exists(name) and not await self._is_alias(name):
+                    raise StoreRefused(f"{name} is a collection, not an alias: choose another name")
+            if await self._is_alias(name):
+                moves.append(
+                    models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=name))
+                )
+            made = models.CreateAlias(collection_name=target, alias_name=name)
+            moves.append(models.CreateAliasOperation(create_alias=made))
+        with told():
+            await self._client.update_collection_aliases(moves)
+
+    async def _is_alias(self, name: str) -> bool:
+        with told():
+            aliases = (await self._client.get_aliases()).aliases
+        return any(alias.alias_name == name for alias in aliases)
 
     async def read_identity(self) -> CollectionIdentity | None:
         """From a point of the ledger."""
@@ -178,11 +213,9 @@ class QdrantCollection(Collection):
     async def count(self) -> tuple[int, int, int | None]:
         """See `Collection`."""
         n_documents, changed = 0, None
-        async for point in self._points(self.ledger, with_vectors=False):
-            if "document_id" in point.payload:
-                entry = _entry(point.payload)
-                n_documents += entry.content_hash != ""
-                changed = max(changed or 0, entry.changed_at_ms)
+        async for entry in self.entries():
+            n_documents += entry.content_hash != ""
+            changed = max(changed or 0, entry.changed_at_ms)
         with told():
             n_chunks = (await self._client.count(self.name, exact=True)).count
         return n_documents, n_chunks, changed
@@ -210,6 +243,12 @@ class QdrantCollection(Collection):
                 point.payload["metadata"],
                 np.asarray(point.vector, dtype=np.float32),
             )
+
+    async def entries(self) -> AsyncIterator[Entry]:
+        """See `Collection`."""
+        async for point in self._points(self.ledger, with_vectors=False):
+            if "document_id" in point.payload:  # the identity has none
+                yield _entry(point.payload)
 
     async def drop(self) -> None:
         """See `Collection`."""
