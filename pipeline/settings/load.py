@@ -37,7 +37,7 @@ from pipeline.settings.records import (
     Settings,
 )
 from pipeline.settings.sources import Problem, SettingsError, read_sources
-from pipeline.transports.options import Options
+from pipeline.transports.options import Options, Place
 from pipeline.transports.registry import kind_of, parse_url
 
 __all__ = [
@@ -127,11 +127,11 @@ def route_options(settings: Settings, route: RouteSettings) -> Options:
     """
     options = parse_url(route.source)
     ours = options.consumes()
-    refused: list[str] = []
+    refused: list[Place] = []
     for other in settings.routes:
         beside = parse_url(other.source)
         theirs = [*beside.consumes(), *(p for p in beside.writes() if p.is_dead_letters)]
-        refused += [place.name for place in theirs if any(place.beside(our) for our in ours)]
+        refused += [place for place in theirs if any(place.beside(our) for our in ours)]
     return options.refusing(refused)
 
 

@@ -10,6 +10,7 @@ never appears in `repr`.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import SplitResult
@@ -65,9 +66,10 @@ RefuseDestinations: TypeAlias = Annotated[
 class Place(NamedTuple):
     """Where a transport reads or writes: equal names on one of the same `brokers` are one place.
 
-    what    "topic", "stream", "file": for messages
-    option  the option that names it
-    group   the consumer group of a place read from
+    what     "topic", "stream", "file": for messages
+    option   the option that names it
+    group    the consumer group of a place read from
+    pattern  regular expression: all places whose names match it, not one
     """
 
     brokers: frozenset[str]
@@ -76,14 +78,21 @@ class Place(NamedTuple):
     group: str = ""
     option: str = ""
     is_dead_letters: bool = False
+    pattern: str = ""
 
     def beside(self, other: Place) -> bool:
         """Whether both are of one sort on one broker."""
         return self.what == other.what and not self.brokers.isdisjoint(other.brokers)
 
     def same(self, other: Place) -> bool:
-        """Whether both are one topic, stream or file."""
+        """Whether both are, or may be, one topic, stream or file. Of two patterns nobody can tell."""
+        if self.pattern or other.pattern:
+            return self.beside(other) and self._matches(other) and other._matches(self)
         return self.name == other.name and self.beside(other)
+
+    def _matches(self, other: Place) -> bool:
+        one_name = self.pattern and not other.pattern
+        return not one_name or re.match(self.pattern, other.name) is not None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,11 +167,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Option and seconds after which the broker gives our work away unless it hears from us."""
         return None
 
-    def refusing(self: Self, names: Iterable[str]) -> Self:
-        """With more names that no `reply_to` may have, where a request may name any."""
+    def refusing(self: Self, places: Iterable[Place]) -> Self:
+        """With more places that no `reply_to` may name, where a request may name any."""
         if "refuse_destinations" not in self.__struct_fields__:
             return self
-        refused = (*getattr(self, "refuse_destinations"), *names)  # noqa: B009  not in the base
+        refused = (*getattr(self, "refuse_destinations"), *(place.name for place in places))  # noqa: B009  not in the base
         return msgspec.structs.replace(self, refuse_destinations=tuple(dict.fromkeys(refused)))
 
     def not_above(self, lower: str, upper: str) -> list[str]:
@@ -184,10 +193,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def declared(options: type[Options]) -> Mapping[str, mi.Field]:
-    """Every option by name, with its type, range, meaning and default."""
+    """Every option by name, with its type, range, meaning and default; inherited ones last."""
     info = mi.type_info(options)
     assert isinstance(info, mi.StructType)
-    return {field.name: field for field in info.fields}
+    own = options.__annotations__
+    return {f.name: f for f in sorted(info.fields, key=lambda field: field.name not in own)}
 
 
 def range_problems(options: Options) -> list[str]:

@@ -237,14 +237,15 @@ async def test_failed_commit_is_a_warning_and_repeated(harness: KafkaHarness) ->
         (delivery,) = await collect(source, 1, settle=False)
         consumer = source.consumer
         assert consumer is not None
-        commit, failures = consumer.commit, [CommitFailedError(), TimeoutError()]
+        coordinator = consumer._coordinator
+        commit, failures = coordinator.commit_offsets, [CommitFailedError(), TimeoutError()]
 
-        async def failing(offsets: Any) -> None:
+        async def failing(assignment: Any, offsets: Any) -> None:
             if failures:
                 raise failures.pop()
-            await commit(offsets)
+            await commit(assignment, offsets)
 
-        consumer.commit = failing
+        coordinator.commit_offsets = failing
         delivery.settle()
         await metrics.reached("source_commit_failures_total", 2)
         await flushed(source)

@@ -18,6 +18,8 @@ async def open_asker(options: KafkaOptions, *, timeout_s: float) -> Asker:
             "the client takes tokens from a file only: give sasl_token_file instead of "
             "sasl_oauthbearer_token_endpoint_url"
         )
+    if options.pattern is not None:
+        raise ValueError("a question goes to one topic: name it instead of a pattern")
     endpoint = KafkaEndpoint(
         bootstrap=options.bootstrap,
         topic=options.topics[0],

@@ -1,4 +1,4 @@
-"""Reaching a Kafka cluster: client settings, topics, limits, and errors an operator can act on.
+"""What a Kafka cluster is like, looked up once: topics, limits, idempotence, where the group begins.
 
 Who calls it: the source, the sink and the asker.
 What must stay true: every failure to reach the cluster becomes a `ConnectionError` of one line that
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.conn import create_conn
+from aiokafka.admin.config_resource import ConfigResourceType
 from aiokafka.errors import (
     GroupAuthorizationFailedError,
     KafkaError,
@@ -28,16 +28,14 @@ from aiokafka.errors import (
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
+from pipeline.transports.kafka.admin import REACH_S, admin_of, config_of, words
+from pipeline.transports.kafka.limits import compare_limits, message_limit
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.schema_registry import reach_registry
-from pipeline.transports.kafka.security import client_settings, what_to_check
 
 log = structlog.get_logger(__name__)
 
-_REACH_S = 3.0  # per advertised address, and per question at open
 _PID_RETRY_S = 0.1
-_SAME_SIZE = 0.99
-"""Kafka's own default is 12 bytes above that of its clients."""
 _BEYOND = 2**62
 """An offset that no partition has reached."""
 
@@ -61,6 +59,7 @@ class ClusterFacts:
     partition_counts: Mapping[str, int] = field(default_factory=dict)
     group_topics: frozenset[str] = frozenset()
     latest: bool = False
+    by_pattern: bool = False
 
     def appeared_since(self, topic: str, partition: int) -> bool:
         """True when the group lived before this partition did, so that nobody chose to skip it.
@@ -70,7 +69,8 @@ class ClusterFacts:
         """
         if not self.latest:
             return False
-        return topic in self.group_topics or partition >= self.partition_counts.get(topic, 0)
+        lived = bool(self.group_topics) if self.by_pattern else topic in self.group_topics
+        return lived or partition >= self.partition_counts.get(topic, 0)
 
 
 async def survey(
@@ -89,14 +89,17 @@ async def survey(
     try:
         async with asyncio.timeout(options.open_timeout_s), admin_of(options) as admin:
             await _check_advertised(options, admin, notices)
+            topics = await request_topics(options, admin) if consumes else ()
+            if consumes and not topics:
+                notices.append(_no_match(options))
             if options.auto_create or tells_missing:
                 await _ensure_topics(options, admin, notices)
-            limit = await _message_limit(options, admin)
+            limit = await message_limit(options, admin)
             idempotent = await _supports_idempotence(options, admin, notices)
             creates = await _broker_creates(admin)
-            counts, known = await _starts(options, admin) if consumes else ({}, frozenset())
-            if consumes:
-                await _compare_limits(options, admin, notices)
+            counts, known = await _starts(options, admin, topics)
+            if topics:
+                await compare_limits(options, admin, topics, notices)
     except TimeoutError:
         raise ConnectionError(
             f"Kafka at {options.bootstrap} gave no complete answer within open_timeout_s "
@@ -106,8 +109,26 @@ async def survey(
         raise ConnectionError(_why_refused(options, error)) from None
     for notice in notices:
         log.warning("kafka_notice", notice=notice, bootstrap=options.bootstrap)
-    latest = options.auto_offset_reset == "latest"
-    return ClusterFacts(idempotent, limit, tuple(notices), creates, counts, known, latest)
+    latest, by_pattern = options.auto_offset_reset == "latest", options.pattern is not None
+    return ClusterFacts(
+        idempotent, limit, tuple(notices), creates, counts, known, latest, by_pattern
+    )
+
+
+async def request_topics(options: KafkaOptions, admin: AIOKafkaAdminClient) -> tuple[str, ...]:
+    """Those that are read: as the options name them, or of those that exist all that match."""
+    if options.pattern is None:
+        return options.topics
+    found = await admin.describe_topics()
+    names = sorted(one["topic"] for one in found if not one["is_internal"])
+    return tuple(name for name in names if re.match(options.whole_pattern, name))
+
+
+def _no_match(options: KafkaOptions) -> str:
+    return (
+        f"no topic that this client sees matches the pattern {options.pattern} now: one that appears is read "
+        f"within metadata_max_age_ms ({options.metadata_max_age_ms})"
+    )
 
 
 def _why_refused(options: KafkaOptions, error: KafkaError) -> str:
@@ -115,72 +136,8 @@ def _why_refused(options: KafkaOptions, error: KafkaError) -> str:
     if isinstance(error, GroupAuthorizationFailedError):
         text += f": give this client READ on the group {options.group}, or name another group"
     elif isinstance(error, TopicAuthorizationFailedError):
-        text += f": give this client READ on {', '.join(options.topics)}"
+        text += f": give this client READ on {', '.join(options.topics) or options.pattern}"
     return text
-
-
-def words(error: BaseException) -> str:
-    """Kind and text of an error, the kind once."""
-    name, text = type(error).__name__, " ".join(str(error).split())
-    return text if name in text else f"{name} {text}".rstrip()
-
-
-async def closed_in_time(closing: Awaitable[Any], bound_s: float) -> bool:
-    """Await one of aiokafka's close calls; False when it failed or took longer than `bound_s`."""
-    try:
-        async with asyncio.timeout(bound_s):
-            try:
-                await closing
-            except asyncio.CancelledError:
-                # aiokafka awaits tasks that it has just cancelled itself; that is not our end.
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                return False
-    except (KafkaError, TimeoutError):
-        return False
-    return True
-
-
-@contextlib.asynccontextmanager
-async def admin_of(options: KafkaOptions) -> AsyncIterator[AIOKafkaAdminClient]:
-    """Connected while the block runs. Raises `ConnectionError` with the cause and the remedy."""
-    admin = AIOKafkaAdminClient(**client_settings(options))
-    try:
-        try:
-            await admin.start()
-        except KafkaError as error:
-            raise ConnectionError(await _why_unreachable(options, error)) from None
-        yield admin
-    finally:
-        await closed_in_time(admin._client.close(), options.close_timeout_s)
-
-
-async def _why_unreachable(options: KafkaOptions, error: KafkaError) -> str:
-    """The cause that aiokafka only logs: connect to each bootstrap address once more, by hand."""
-    causes = []
-    settings = client_settings(options)
-    for address in options.bootstrap.split(","):
-        host, _, port = address.rpartition(":")
-        try:
-            connection = await create_conn(
-                host.strip("[]"),
-                int(port),
-                client_id=options.client_id,
-                request_timeout_ms=int(_REACH_S * 1000),
-                security_protocol=options.security_protocol,
-                ssl_context=settings.get("ssl_context"),
-                **{name: settings[name] for name in settings if name.startswith("sasl_")},
-            )
-        except (KafkaError, OSError, TimeoutError) as cause:
-            causes.append(f"{address}: {words(cause)}")
-        else:
-            connection.close()
-    detail = "; ".join(causes) or str(error)
-    remedy = "check that the broker runs and that the address is right"
-    if options.security_protocol != "PLAINTEXT":
-        remedy = what_to_check(options)
-    return f"Kafka at {options.bootstrap} cannot be used ({detail}): {remedy}"
 
 
 async def _check_advertised(
@@ -193,7 +150,7 @@ async def _check_advertised(
     for broker in brokers:
         host, port = broker.host, broker.port
         try:
-            async with asyncio.timeout(_REACH_S):
+            async with asyncio.timeout(REACH_S):
                 _, writer = await asyncio.open_connection(host, port)
             writer.close()
         except (OSError, TimeoutError) as error:
@@ -246,14 +203,16 @@ async def _ensure_topics(
 
 
 async def _starts(
-    options: KafkaOptions, admin: AIOKafkaAdminClient
+    options: KafkaOptions, admin: AIOKafkaAdminClient, topics: Sequence[str]
 ) -> tuple[dict[str, int], frozenset[str]]:
     """Partitions of the request topics, and those topics of which the group has an offset.
 
     Asked for in any case: a group or topic that this client may not use shows at once.
     """
+    if not topics:
+        return {}, frozenset()
     existing = set(await admin.list_topics())  # asking for others by name would make them
-    described = await admin.describe_topics([t for t in options.topics if t in existing])
+    described = await admin.describe_topics([t for t in topics if t in existing])
     counts = {one["topic"]: len(one["partitions"]) for one in described if not one["error_code"]}
     places = [TopicPartition(topic, n) for topic, count in counts.items() for n in range(count)]
     if not places:
@@ -278,7 +237,7 @@ async def _may_read(admin: AIOKafkaAdminClient, described: Mapping[str, Any]) ->
         # Far behind the end: nothing is sent, only whether it might be.
         beyond = [(described["topic"], [(0, _BEYOND, 1)])]
         with contextlib.suppress(KafkaError, TimeoutError):
-            async with asyncio.timeout(_REACH_S):
+            async with asyncio.timeout(REACH_S):
                 answer = await admin._send_request(FetchRequest(0, 0, 1, 0, beyond), leader)
             codes = [part[1] for _, parts in answer.topics for part in parts]
             if TopicAuthorizationFailedError.errno in codes:
@@ -288,69 +247,11 @@ async def _may_read(admin: AIOKafkaAdminClient, described: Mapping[str, Any]) ->
     raise TopicAuthorizationFailedError(described["topic"])
 
 
-async def topic_limit(options: KafkaOptions, topic: str) -> int | None:
-    """`max.message.bytes` of a topic as it is now; None where the broker does not tell."""
-    try:
-        async with asyncio.timeout(_REACH_S), admin_of(options) as admin:
-            found = await config_of(admin, ConfigResourceType.TOPIC, [topic], "max.message.bytes")
-    except (ConnectionError, KafkaError, TimeoutError):
-        return None
-    return min((int(value) for value in found), default=None)
-
-
-async def _compare_limits(
-    options: KafkaOptions, admin: AIOKafkaAdminClient, notices: list[str]
-) -> None:
-    """A dead letter is the whole record only where it fits: into its topic, and through our producer."""
-
-    async def takes(topics: Sequence[str]) -> list[int]:
-        found = await config_of(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
-        return [int(value) for value in found]
-
-    largest = max(await takes(options.topics), default=0)
-    bounds = {f"max_request_size ({options.max_request_size})": options.max_request_size}
-    for limit in await takes([options.dead_letter_topic]):
-        bounds[f"max.message.bytes of {options.dead_letter_topic} ({limit})"] = limit
-    tight = [name for name, limit in bounds.items() if limit < largest * _SAME_SIZE]
-    if tight:
-        notices.append(
-            f"the request topics take records of {largest} bytes, more than {' and '.join(tight)}: a dead letter "
-            "of a larger record holds its beginning only, and cannot be sent again; raise the one or lower "
-            "the other"
-        )
-
-
-async def _message_limit(options: KafkaOptions, admin: AIOKafkaAdminClient) -> int | None:
-    """The smallest `max.message.bytes` of the topics we write; None where brokers do not tell."""
-    topics = [options.reply_topic, options.dead_letter_topic]
-    found = await config_of(admin, ConfigResourceType.TOPIC, topics, "max.message.bytes")
-    return min((int(value) for value in found), default=None)
-
-
 async def _broker_creates(admin: AIOKafkaAdminClient) -> bool | None:
     brokers = [str(broker.nodeId) for broker in admin._client.cluster.brokers()][:1]
     name = "auto.create.topics.enable"
     found = await config_of(admin, ConfigResourceType.BROKER, brokers, name)
     return found[0] == "true" if found else None
-
-
-async def config_of(
-    admin: AIOKafkaAdminClient, kind: ConfigResourceType, names: Sequence[str], entry: str
-) -> list[str]:
-    """Values of one configuration entry; brokers may keep it to themselves."""
-    resources = [ConfigResource(kind, name, configs={entry: None}) for name in names]
-    try:
-        async with asyncio.timeout(_REACH_S):
-            answers = await admin.describe_configs(resources)
-    except (KafkaError, TimeoutError):
-        return []
-    return [
-        found[1]
-        for answer in answers
-        for code, _, _, _, entries in answer.resources
-        for found in entries
-        if code == 0 and found[0] == entry and found[1]
-    ]
 
 
 async def _supports_idempotence(
@@ -360,7 +261,7 @@ async def _supports_idempotence(
         return False
     reason = "no answer"
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_REACH_S):
+        async with asyncio.timeout(REACH_S):
             while True:  # a broker that has just started loads its coordinator first
                 try:
                     answer = await admin._send_request(InitProducerIdRequest(None, 60_000))

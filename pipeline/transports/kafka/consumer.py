@@ -8,18 +8,17 @@ gone or a rebalance is pending (aiokafka's own `stop` does not).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.errors import IllegalStateError, KafkaError
+from aiokafka.errors import KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline.transports.kafka import client_gaps as kafka_records
-from pipeline.transports.kafka.cluster import closed_in_time
+from pipeline.transports.kafka.admin import closed_in_time
 from pipeline.transports.kafka.fencing import read_stable_offsets, watch_for_namesake
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.security import client_settings
@@ -90,6 +89,31 @@ async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaCon
     return consumer
 
 
+def subscribe(consumer: AIOKafkaConsumer, options: KafkaOptions, listener: Listener) -> None:
+    """Join the group, once; nothing when that was done before."""
+    state, client = consumer._subscription, consumer._client
+    if state.subscription is not None or state.subscribed_pattern is not None:
+        return
+    if options.pattern is None:
+        consumer.subscribe(topics=list(options.topics), listener=listener)
+        return
+    # It asks for all topics. Whenever aiokafka looks for the leader of one, it would go on to ask for
+    # that one only, and take all others for deleted.
+    client.add_topic = lambda topic: client.force_metadata_update()
+    consumer.subscribe(pattern=options.whole_pattern, listener=listener)
+
+
+async def commit_as_member(
+    consumer: AIOKafkaConsumer, commits: dict[TopicPartition, tuple[int, str]]
+) -> None:
+    """`consumer.commit`, also of what is being revoked because a pattern matches another topic now.
+
+    aiokafka's own takes its partitions for nobody's from the moment that it sees the topic.
+    """
+    offsets = {place: OffsetAndMetadata(*commit) for place, commit in commits.items()}
+    await consumer._coordinator.commit_offsets(None, offsets)
+
+
 async def poll(
     consumer: AIOKafkaConsumer,
     *partitions: TopicPartition,
@@ -138,7 +162,7 @@ def is_member(consumer: AIOKafkaConsumer) -> bool:
 
 def step_back(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> None:
     """Read again from `offset`; nothing when the partition is no longer ours."""
-    with contextlib.suppress(IllegalStateError):
+    if partition in consumer.assignment():
         consumer.seek(partition, offset)
 
 

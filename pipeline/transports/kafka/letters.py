@@ -14,8 +14,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import RecordsToDelete
 from aiokafka.errors import KafkaError
 
+from pipeline.transports.kafka.admin import admin_of, words
 from pipeline.transports.kafka.client_gaps import install
-from pipeline.transports.kafka.cluster import admin_of, words
 from pipeline.transports.kafka.consumer import committed_now
 from pipeline.transports.kafka.deliveries import id_of_key, key_of_id
 from pipeline.transports.kafka.options import KafkaOptions

@@ -21,7 +21,13 @@ from aiokafka.structs import OffsetAndMetadata
 from actors.ports import Delivery, Metrics
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.kafka.cluster import ClusterFacts
-from pipeline.transports.kafka.consumer import committed_now, end_offset, is_member, position_now
+from pipeline.transports.kafka.consumer import (
+    commit_as_member,
+    committed_now,
+    end_offset,
+    is_member,
+    position_now,
+)
 from pipeline.transports.kafka.deliveries import partition_fields, place_of
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.progress import parse
@@ -98,6 +104,8 @@ class Offsets:
         self, consumer: AIOKafkaConsumer, spans: dict[TopicPartition, tuple[int, int]]
     ) -> bool:
         """Make durable that offsets of these spans (first, last) may be handed out."""
+        if not spans.keys() <= consumer.assignment():
+            return False
         short = False
         for partition, (first, last) in spans.items():
             mark = self._marks[partition]
@@ -117,7 +125,8 @@ class Offsets:
         except TimeoutError:  # a transaction that does not end
             return False
         try:
-            owned, clean = consumer.assignment(), set(clean)
+            clean = set(clean)
+            owned = consumer.assignment() | clean
             offsets = {p: o for p, o in self._marks.to_commit().items() if p in owned}
             offsets |= {
                 p: o
@@ -134,7 +143,7 @@ class Offsets:
             records = {p: (o, self._marks[p].memory(clean=p in clean)) for p, o in offsets.items()}
             try:
                 async with asyncio.timeout(bound_s):
-                    await consumer.commit(records)
+                    await commit_as_member(consumer, records)
             except (KafkaError, TimeoutError) as error:
                 self._metrics.count("source_commit_failures_total", transport="kafka")
                 for partition, offset in offsets.items():

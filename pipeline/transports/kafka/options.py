@@ -8,8 +8,11 @@ the host.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult
+
+import msgspec
 
 from pipeline.transports.address import plain
 from pipeline.transports.broker_names import (
@@ -21,8 +24,8 @@ from pipeline.transports.broker_names import (
     name_error,
     prefix_problems,
 )
+from pipeline.transports.kafka.login import LoginOptions
 from pipeline.transports.options import (
-    Options,
     Place,
     RefuseDestinations,
     ReleaseBackoffMaxMs,
@@ -44,7 +47,7 @@ def topic_error(value: str, what: str) -> str | None:
     return error
 
 
-class KafkaOptions(Options, frozen=True, kw_only=True):
+class KafkaOptions(LoginOptions, frozen=True, kw_only=True):
     """A Kafka source and the sink beside it. Times carry their unit; sizes are bytes.
 
     Defaults follow aiokafka's except: `auto_offset_reset` is `earliest` (a new group must not skip
@@ -54,6 +57,13 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
 
     bootstrap: Annotated[str, says("`host:port[,host:port]`")]
     topics: Annotated[tuple[str, ...], says("From the address: the request topics.")] = (REQUESTS,)
+    pattern: Annotated[
+        str | None,
+        says(
+            "Instead of topics: all whose whole name matches this regular expression (Python's), also those "
+            "that appear later; never reply and dead-letter topics of this route."
+        ),
+    ] = None
     group: Annotated[str, says("Consumer group: members share the requests.")] = GROUP
     group_instance_id: Annotated[
         str | None,
@@ -179,6 +189,9 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
     dead_letter_topic: Annotated[str, says("Where dead letters go.")] = DEAD_LETTERS
     reply_prefixes: ReplyPrefixes = REPLY_PREFIXES
     refuse_destinations: RefuseDestinations = ()
+    refuse_pattern: Annotated[
+        str | None, says("As refuse_destinations: all names that match it.")
+    ] = None
     reply_key_file: Annotated[
         str | None,
         says(
@@ -186,50 +199,6 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
             "has signed (`embedstream sign`)."
         ),
     ] = None
-    schema_registry_url: Annotated[
-        str | None,
-        says(
-            "Records and keys that begin with the magic byte are read by this registry's schemas "
-            "(extra `schema-registry`)."
-        ),
-    ] = None
-    schema_registry_username: Annotated[str | None, says("Login there.")] = None
-    schema_registry_password: Annotated[str | None, says("Login there.")] = None
-    schema_registry_password_file: Annotated[
-        str | None, says("File that holds the password, instead of the option.")
-    ] = None
-    schema_registry_cafile: Annotated[
-        str | None, says("Certificate authorities of the registry, PEM.")
-    ] = None
-    security_protocol: Annotated[
-        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], says("Encryption and login.")
-    ] = "PLAINTEXT"
-    sasl_mechanism: Annotated[
-        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"],
-        says("How the login is sent."),
-    ] = "PLAIN"
-    sasl_username: Annotated[str | None, says("Login.")] = None
-    sasl_password: Annotated[str | None, says("Login.")] = None
-    sasl_password_file: Annotated[
-        str | None, says("File that holds the password, instead of `sasl_password`.")
-    ] = None
-    sasl_token_file: Annotated[
-        str | None, says("OAUTHBEARER: file with a token, read for each connection.")
-    ] = None
-    sasl_oauthbearer_token_endpoint_url: Annotated[
-        str | None, says("OAUTHBEARER: where client credentials are changed for a token.")
-    ] = None
-    sasl_oauthbearer_client_id: Annotated[str | None, says("Login there.")] = None
-    sasl_oauthbearer_client_secret: Annotated[str | None, says("Login there.")] = None
-    sasl_oauthbearer_client_secret_file: Annotated[
-        str | None, says("File that holds the secret, instead of the option.")
-    ] = None
-    sasl_oauthbearer_scope: Annotated[str | None, says("Scope to ask for there.")] = None
-    ssl_cafile: Annotated[str | None, says("Certificate authorities, PEM.")] = None
-    ssl_certfile: Annotated[str | None, says("Our certificate, PEM.")] = None
-    ssl_keyfile: Annotated[str | None, says("Our key, PEM.")] = None
-    ssl_password: Annotated[str | None, says("Of the key.")] = None
-    ssl_check_hostname: Annotated[bool, says("Whether the certificate must name the host.")] = True
 
     @classmethod
     def address_values(cls, parts: SplitResult) -> dict[str, Any]:
@@ -240,7 +209,8 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         hosts = [h if _has_port(h) else f"{h}:9092" for h in parts.netloc.split(",")]
         values: dict[str, Any] = {"bootstrap": ",".join(hosts)}
         topics = tuple(topic for topic in plain(parts.path.strip("/")).split(",") if topic)
-        if topics:
+        by_pattern = any(pair.startswith("pattern=") for pair in parts.query.split("&"))
+        if topics or by_pattern:
             values["topics"] = topics
         return values
 
@@ -258,7 +228,38 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         """`kafka://host:port`: fit for logs."""
         return f"kafka://{self.bootstrap}"
 
+    @property
+    def whole_pattern(self) -> str:
+        """`pattern` as it is matched: the whole name, and no topic that only holds answers."""
+        never = {self.reply_topic, self.dead_letter_topic, REPLIES, DEAD_LETTERS}
+        names = "|".join(map(re.escape, sorted(never)))
+        return rf"(?!(?:{names})\Z)(?:{self.pattern})\Z"
+
+    def reads(self, topic: str) -> bool:
+        """Whether requests are read there, by this route or by another that it knows of."""
+        if topic in self.topics or topic in self.refuse_destinations:
+            return True
+        patterns = [self.refuse_pattern] if self.refuse_pattern is not None else []
+        patterns += [self.whole_pattern] if self.pattern is not None else []
+        return any(re.match(pattern, topic) for pattern in patterns)
+
+    def refusing(self, places: Iterable[Place]) -> KafkaOptions:
+        places = list(places)
+        named = super().refusing(place for place in places if not place.pattern)
+        patterns = [place.pattern for place in places if place.pattern]
+        if not patterns:
+            return named
+        also = "|".join(
+            dict.fromkeys(
+                [*([self.refuse_pattern or ""] if self.refuse_pattern else []), *patterns]
+            )
+        )
+        return msgspec.structs.replace(named, refuse_pattern=also)
+
     def consumes(self) -> tuple[Place, ...]:
+        if self.pattern is not None:
+            by_pattern = {"option": "pattern", "group": self.group, "pattern": self.whole_pattern}
+            return (self._place(self.pattern, **by_pattern),)
         return tuple(self._place(topic, option="topics", group=self.group) for topic in self.topics)
 
     def writes(self) -> tuple[Place, ...]:
@@ -286,8 +287,15 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
 
     def name_problems(self) -> list[str]:
         problems = prefix_problems(self.reply_prefixes)
-        if not self.topics:
-            problems.append("topics is empty: name at least one request topic")
+        if self.pattern is not None and self.topics:
+            problems.append("topics and pattern are both set: give one")
+        elif self.pattern is None and not self.topics:
+            problems.append("topics is empty: name at least one request topic, or a pattern")
+        problems += [
+            f"{what} is no regular expression: {error}"
+            for what in ("pattern", "refuse_pattern")
+            if (error := _pattern_error(getattr(self, what)))
+        ]
         named = [("topics", t) for t in self.topics]
         named += [("reply_topic", self.reply_topic), ("dead_letter_topic", self.dead_letter_topic)]
         problems += [error for what, value in named if (error := topic_error(value, what))]
@@ -303,7 +311,7 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         return problems
 
     def contradictions(self) -> list[str]:
-        return self._timing_problems() + self._security_problems()
+        return self._timing_problems() + self.login_problems()
 
     def _timing_problems(self) -> list[str]:
         problems = []
@@ -325,68 +333,13 @@ class KafkaOptions(Options, frozen=True, kw_only=True):
         problems += self.not_above("max_in_flight_per_partition", "max_in_flight")
         return problems + self.not_above("release_backoff_ms", "release_backoff_max_ms")
 
-    def _security_problems(self) -> list[str]:
-        problems: list[str] = []
-        bearer = self.sasl_mechanism == "OAUTHBEARER"
-        uses_sasl = self.security_protocol.startswith("SASL")
-        password = _one_of(self, "sasl_password", "sasl_password_file", problems)
-        login = "sasl_oauthbearer_client_secret"
-        login_given = _one_of(self, login, f"{login}_file", problems)
-        token = _one_of(self, "sasl_token_file", "sasl_oauthbearer_token_endpoint_url", problems)
-        if uses_sasl and not bearer and (self.sasl_username is None or not password):
-            problems.append(
-                f"security_protocol {self.security_protocol} needs sasl_username and "
-                "sasl_password or sasl_password_file"
-            )
-        if uses_sasl and bearer and not token:
-            problems.append(
-                "sasl_mechanism OAUTHBEARER needs sasl_token_file, or "
-                "sasl_oauthbearer_token_endpoint_url with client id and secret"
-            )
-        endpoint = self.sasl_oauthbearer_token_endpoint_url
-        if endpoint is not None:
-            if not endpoint.startswith(("https://", "http://")):
-                problems.append("sasl_oauthbearer_token_endpoint_url is no http:// or https:// URL")
-            if self.sasl_oauthbearer_client_id is None or not login_given:
-                problems.append(
-                    "sasl_oauthbearer_token_endpoint_url needs sasl_oauthbearer_client_id and "
-                    f"{login} or {login}_file"
-                )
-        if bearer and not uses_sasl:
-            problems.append(
-                f"sasl_mechanism is OAUTHBEARER but security_protocol is {self.security_protocol}: "
-                "choose SASL_SSL"
-            )
-        if token and not bearer:
-            problems.append("a token is set but sasl_mechanism is not OAUTHBEARER")
-        if self.sasl_username is not None and (bearer or not uses_sasl):
-            problems.append(
-                f"sasl_username is set but security_protocol is {self.security_protocol}: "
-                "choose SASL_PLAINTEXT or SASL_SSL, or drop sasl_username"
-                if not bearer
-                else "sasl_username is set but sasl_mechanism is OAUTHBEARER: drop one"
-            )
-        registry = "schema_registry_password"
-        if _one_of(self, registry, f"{registry}_file", problems) and (
-            self.schema_registry_username is None
-        ):
-            problems.append(f"{registry} is set without schema_registry_username")
-        url = self.schema_registry_url
-        if url is not None and not url.startswith(("https://", "http://")):
-            problems.append("schema_registry_url is no http:// or https:// URL")
-        if url is not None and "@" in url.partition("://")[2].partition("/")[0]:
-            problems.append("schema_registry_url holds a login: give schema_registry_username")
-        if self.ssl_certfile is None and self.ssl_keyfile is not None:
-            problems.append("ssl_keyfile is set without ssl_certfile: give both or none")
-        return problems
 
-
-def _one_of(options: KafkaOptions, one: str, other: str, problems: list[str]) -> bool:
-    """Whether one of two options is given; both are a problem."""
-    given = [getattr(options, name) is not None for name in (one, other)]
-    if all(given):
-        problems.append(f"{one} and {other} are both set: give one")
-    return any(given)
+def _pattern_error(pattern: str | None) -> str | None:
+    try:
+        re.compile(f"(?:{pattern})" if pattern is not None else "")
+    except (re.error, RecursionError, OverflowError) as error:
+        return str(error)
+    return "it is empty" if pattern == "" else None
 
 
 def _has_port(host: str) -> bool:

@@ -28,6 +28,7 @@ from aiokafka.protocol.group import HeartbeatRequest
 from aiokafka.protocol.produce import ProduceRequest
 
 from pipeline.transports.kafka import cluster
+from pipeline.transports.kafka.admin import admin_of, config_of, words
 from pipeline.transports.kafka.options import MAX_INT32, KafkaOptions
 
 _NO_PARTITION = MAX_INT32
@@ -50,16 +51,18 @@ async def reach(options: KafkaOptions, *, place: str | None = None) -> tuple[str
         raise ConnectionError(problem)
     looking = msgspec.structs.replace(options, auto_create=False)
     facts = await cluster.survey(looking, consumes=consumes, tells_missing=False)
-    topics = list(options.topics) if consumes else []
     try:
-        async with cluster.admin_of(options) as admin:
+        async with admin_of(options) as admin:
+            topics = list(await cluster.request_topics(options, admin)) if consumes else []
             missing = await _missing(options, admin, topics)
             problems, notices = await _topics(options, admin, missing)
             problems += await _rights(options, admin, topics, consumes)
     except KafkaError as error:
-        raise ConnectionError(f"Kafka at {options.bootstrap}: {cluster.words(error)}") from None
+        raise ConnectionError(f"Kafka at {options.bootstrap}: {words(error)}") from None
     if problems:
         raise ConnectionError(f"Kafka at {options.bootstrap}: {'; '.join(problems)}")
+    if consumes and options.pattern is not None and topics:
+        notices.append(f"the pattern {options.pattern} matches now: {', '.join(topics)}")
     return (*facts.notices, *notices)
 
 
@@ -137,7 +140,7 @@ def _one_copy(options: KafkaOptions, admin: AIOKafkaAdminClient) -> str:
 async def _what_the_broker_makes(admin: AIOKafkaAdminClient) -> str:
     brokers = [str(broker.nodeId) for broker in admin._client.cluster.brokers()][:1]
     found = [
-        await cluster.config_of(admin, ConfigResourceType.BROKER, brokers, name)
+        await config_of(admin, ConfigResourceType.BROKER, brokers, name)
         for name in ("auto.create.topics.enable", "num.partitions", "default.replication.factor")
     ]
     if not all(found) or found[0][0] != "true":

@@ -33,15 +33,11 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
 from pipeline.transports.broker_names import reply_to_error
-from pipeline.transports.kafka.cluster import (
-    ClusterFacts,
-    closed_in_time,
-    survey,
-    topic_limit,
-    words,
-)
+from pipeline.transports.kafka.admin import closed_in_time, words
+from pipeline.transports.kafka.cluster import ClusterFacts, survey
 from pipeline.transports.kafka.deliveries import key_of_id
 from pipeline.transports.kafka.directory import TopicDirectory
+from pipeline.transports.kafka.limits import topic_limit
 from pipeline.transports.kafka.options import KafkaOptions, topic_error
 from pipeline.transports.kafka.security import client_settings
 from pipeline.transports.kafka.source import KafkaSource
@@ -130,10 +126,11 @@ class KafkaSink:
         return self._options.reply_topic
 
     def check_destination(self, destination: str) -> str | None:
+        read = self._options.reads(destination)
         return topic_error(destination, "reply_to") or reply_to_error(
             destination,
             prefixes=self._options.reply_prefixes,
-            sources=(*self._options.topics, *self._options.refuse_destinations),
+            sources=(destination,) if read else (),
             dead_letters=self._options.dead_letter_topic,
         )
 

@@ -21,8 +21,9 @@ from aiokafka.errors import ConsumerStoppedError, KafkaError, RecordTooLargeErro
 from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Delivery, Metrics, SourceStatus, Withdraw
 from pipeline.transports.delivery import HeldDelivery
+from pipeline.transports.kafka.admin import words
 from pipeline.transports.kafka.assignment import Assignment
-from pipeline.transports.kafka.cluster import ClusterFacts, survey, words
+from pipeline.transports.kafka.cluster import ClusterFacts, survey
 from pipeline.transports.kafka.consumer import (
     Listener,
     broker_answers,
@@ -32,6 +33,7 @@ from pipeline.transports.kafka.consumer import (
     start_consumer,
     step_back,
     stop_consumer,
+    subscribe,
 )
 from pipeline.transports.kafka.deliveries import place_of, unreadable_record
 from pipeline.transports.kafka.fencing import Fenced, has_namesake
@@ -189,10 +191,7 @@ class KafkaSource(BrokerSource):
                 consumer = self.consumer
                 if has_namesake(consumer):
                     raise Fenced(self._options.group, self._options.group_instance_id)
-                if not consumer.subscription():
-                    consumer.subscribe(
-                        topics=list(self._options.topics), listener=Listener(self, consumer)
-                    )
+                subscribe(consumer, self._options, Listener(self, consumer))
                 await self._poll_once(consumer)
             except RecordTooLargeError as error:
                 if self._fetch_bytes < _MAX_FETCH_BYTES:

@@ -33,7 +33,7 @@ from aiokafka.structs import OffsetAndMetadata
 from actors.backoff import Backoff
 from actors.ports import Delivery, Metrics, PublishError
 from pipeline.transports.delivery import HeldDelivery
-from pipeline.transports.kafka.cluster import words
+from pipeline.transports.kafka.admin import words
 from pipeline.transports.kafka.consumer import committed_now, is_member
 from pipeline.transports.kafka.fencing import (
     Fenced,

@@ -556,6 +556,48 @@ def test_other_routes_sources_are_no_reply_destinations() -> None:
     assert isinstance(options["g"], FileOptions)
 
 
+PATTERN = r"kafka://h:1/?pattern=embedstream\.in\..*"
+
+
+def test_what_the_pattern_of_another_route_matches_is_no_reply_destination() -> None:
+    settings = load(
+        {
+            "models.m.path": "x",
+            "routes.a.source": "kafka://h:1/t?group=a",
+            "routes.b.source": PATTERN,
+        },
+        {},
+        None,
+    )
+    options = route_options(settings, settings.routes[0])
+    assert isinstance(options, KafkaOptions) and options.check() == []
+    assert options.reads("embedstream.in.x") and not options.reads("embedstream.out.x")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"source": "kafka://h:1/embedstream.in.x"}, ["routes.1.source", "group"]),
+        ({"source": PATTERN.replace("in", "i?n")}, ["routes.1.source", "group"]),
+        (
+            {"source": "kafka://h:1/t?group=b&reply_topic=embedstream.in.replies"},
+            ["routes.1.source", "reply_topic"],
+        ),
+        (
+            {"source": "-", "destination": "kafka://h:1/embedstream.in.y"},
+            ["routes.1.destination", "answers would become requests"],
+        ),
+    ],
+)
+def test_a_route_that_a_pattern_runs_into_is_refused(
+    more: dict[str, str], named: list[str]
+) -> None:
+    given = {f"routes.b.{name}": value for name, value in more.items()}
+    with pytest.raises(SettingsError) as refused:
+        load({"models.m.path": "x", "routes.a.source": PATTERN, **given}, {}, None)
+    assert all(name in str(refused.value) for name in named), str(refused.value)
+
+
 def test_every_setting_is_read_somewhere() -> None:
     """A setting that nothing reads would be accepted and ignored."""
     sources = "\n".join(

@@ -71,6 +71,11 @@ BEARER = {"security_protocol": "SASL_SSL", "sasl_mechanism": "OAUTHBEARER"}
         ({"dead_letter_topic": "embedstream.replies"}, ["dead_letter_topic", "reply_topic"]),
         ({"topics": ()}, ["topics"]),
         ({"topics": ("a b",)}, ["topics"]),
+        ({"pattern": "a.*"}, ["topics", "pattern"]),
+        ({"topics": (), "pattern": "a("}, ["pattern", "regular expression"]),
+        ({"topics": (), "pattern": "(?i)a"}, ["pattern", "regular expression"]),
+        ({"topics": (), "pattern": ""}, ["pattern", "empty"]),
+        ({"refuse_pattern": "["}, ["refuse_pattern"]),
         ({"group": ""}, ["group"]),
         ({"reply_prefixes": ()}, ["reply_prefixes"]),
         ({"security_protocol": "SASL_SSL"}, ["security_protocol", "sasl_username"]),
@@ -108,6 +113,23 @@ def test_kafka_contradictions_name_both_settings(
     """J04, C13: the drain budget must fit into the poll interval; both settings are named."""
     (problem,) = kafka(**settings)
     assert all(name in problem for name in named), problem
+
+
+def test_a_pattern_matches_whole_names_and_never_answers() -> None:
+    options = parse_url(r"kafka://h:1/?pattern=embedstream\..+&reply_topic=embedstream.out&group=g")
+    assert isinstance(options, KafkaOptions) and options.topics == () and options.check() == []
+    assert options.reads("embedstream.a") and not options.reads("my.embedstream.a")
+    assert not KafkaOptions(bootstrap="h:1", topics=(), pattern="a").reads("ab")
+    for name in ("embedstream.out", "embedstream.replies", "embedstream.dead-letters"):
+        assert not options.reads(name)
+    (place,) = options.consumes()
+    assert not any(place.same(written) for written in options.writes())
+    assert place.same(options.place_at("embedstream.b"))
+    assert place.same(place._replace(name="other", pattern="other"))
+    assert not place.same(options.place_at("b"))
+    for address in ("kafka://h:1/a?pattern=b", "kafka://h:1/?topics=a&pattern=b"):
+        with pytest.raises(ValueError, match="topics"):
+            parse_url(address)
 
 
 @pytest.mark.parametrize(
