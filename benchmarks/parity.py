@@ -69,6 +69,7 @@ EXAMPLES: dict[str, str] = {
     "qwen3_moe": "Qwen/Qwen3-30B-A3B",
     "rembert": "google/rembert",
     "roberta": "sentence-transformers/all-distilroberta-v1",
+    "siglip": "google/siglip2-base-patch16-224, google/siglip-so400m-patch14-384",
     "smollm3": "HuggingFaceTB/SmolLM3-3B",
     "t5": "sentence-transformers/sentence-t5-base, gtr-t5-base",
     "umt5": "google/umt5-base",
@@ -87,6 +88,7 @@ NOTES: dict[str, str] = {
     "granite": "label tokens are read with its `logits_scaling`; no classifier in transformers",
     "modernbert-decoder": "label tokens are refused: its vocabulary head has a layer before it",
     "nvembed": "`trust_remote_code`; latent attention natively, the folder's code is not run",
+    "siglip": "every text filled up to 64 tokens; SigLIP 2 of a fixed resolution too",
     "t5": "encoder half; the relative bias is as large as the longest item",
 }
 
@@ -213,6 +215,20 @@ def clip(root: Path) -> Measured:
     return against(runner, [*map(Text, TEXTS), *map(Image, pictures)], expected)
 
 
+def siglip(root: Path) -> Measured:
+    from gpu.load import make_runner_factory
+    from schemas.requests import Image, Text
+    from tests.support.models_vision import encoded, picture, write_siglip
+    from tests.support.references import siglip_reference
+
+    folder = write_siglip(root / "siglip")
+    pictures = [encoded(picture(50, 40, seed)) for seed in range(3)]
+    expected = [siglip_reference(folder, text, None) for text in TEXTS]
+    expected += [siglip_reference(folder, None, data) for data in pictures]
+    runner = make_runner_factory("m", folder, device="cpu")()
+    return against(runner, [*map(Text, TEXTS), *map(Image, pictures)], expected)
+
+
 def qwen2_vl(root: Path) -> Measured:
     from gpu.load import make_runner_factory
     from schemas.requests import Image, Text
@@ -258,6 +274,7 @@ def static(kind: str, root: Path) -> Measured:
 SPECIAL: dict[str, Callable[[Path], Measured]] = {
     "nvembed": nvembed,
     "clip": clip,
+    "siglip": siglip,
     "qwen2_vl": qwen2_vl,
     **{kind: (lambda root, kind=kind: static(kind, root)) for kind in STATIC_TYPES},
 }

@@ -22,6 +22,9 @@ from gpu.folder.odd import odd_tokenizer
 from gpu.folder.rerankers import rendered
 from gpu.folder.spec import ModelSpec
 from gpu.folder.stored import TOKENIZER_FILES, read_json
+from gpu.folder.towers import SIGLIP
+
+SLOW_SIGLIP = "SiglipTokenizer"
 
 
 def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any:
@@ -34,15 +37,28 @@ def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any
     if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
         # transformers would build an empty tokenizer for some model types, without a word.
         raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
-    if odd := odd_tokenizer(spec.transformer):
+    if odd := odd_tokenizer(spec.transformer, slow=is_slow_siglip(spec)):
         raise ModelLoadError(odd)
     with unusable(spec, "no usable tokenizer"):
+        if is_slow_siglip(spec):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(
+                str(spec.transformer), local_files_only=True
+            )
         found = AutoTokenizer.from_pretrained(
             str(spec.transformer), local_files_only=True, trust_remote_code=trust_remote_code
         )
     if getattr(found, "backend_tokenizer", None) is None:
         raise ModelLoadError(f"{spec.transformer}: the tokenizer has no fast version")
     return found
+
+
+def is_slow_siglip(spec: ModelSpec) -> bool:
+    """The folder names SigLIP's first tokenizer class, which reads its sentencepiece file alone and has no
+    fast version; the tokenizer.json beside it is read instead, and tried by `gpu.encode.vision`."""
+    named = read_json(spec.transformer / "tokenizer_config.json").get("tokenizer_class")
+    return spec.model_type == SIGLIP and named in (None, SLOW_SIGLIP)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Requests with texts and images -> encoded items with pixels: CLIP's form and GME's.
+"""Requests with texts and images -> encoded items with pixels: CLIP's form, SigLIP's and GME's.
 
 Who calls it: the tokenizer actor's thread, through `gpu.batch.Encoder`.
 What must stay true: decoding and resizing happen on this thread, never on the event loop or the
@@ -9,21 +9,24 @@ token, because control tokens are put in here and not found in texts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gpu.batch import EncodedItem, Int32
 from gpu.encode.cut import cut_to
-from gpu.encode.folder_tokenizer import folder_tokenizer, unusable
+from gpu.encode.folder_tokenizer import folder_tokenizer, is_slow_siglip, unusable
 from gpu.encode.images import ImageLimits, open_image, require_pillow
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
+from gpu.folder.fingerprint import with_tokenizer
 from gpu.folder.spec import ModelSpec
-from gpu.folder.vision import CLIP, GME, GME_IMAGE_TOKENS
+from gpu.folder.towers import SIGLIP, TOWERS
+from gpu.folder.vision import GME, GME_IMAGE_TOKENS
 from schemas.errors import EmbedstreamError, InvalidRequest, TooLong, Unsupported
 from schemas.requests import AnyRequest, EmbedRequest, Image
 
@@ -102,18 +105,47 @@ class ClipEncoder(_ImageEncoder):
                 items=(index,),
             )
         pixels = np.ascontiguousarray(found["pixel_values"][0], dtype=np.uint8)
-        vision = self._processor_config["vision_config"]
+        vision = self.spec.config["vision_config"]
         n_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
         # The ids stand for the patches and the class token: they are the item's cost, and unread.
         return EncodedItem(
             np.zeros(n_patches + 1, dtype=np.int32), plan.options, extras={PIXELS: pixels}
         )
 
-    @property
-    def _processor_config(self) -> Any:
-        return {"vision_config": {"image_size": 224, "patch_size": 32} | dict(
-            self.spec.config.get("vision_config") or {}
-        )}  # fmt: skip
+
+class SiglipEncoder(ClipEncoder):
+    """As CLIP's, and every text is filled up to the length that the model was trained with.
+
+    pad: id of the token to fill with; at_end: whether it stands behind the text.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Any, *, pad: int, at_end: bool, **more: Any
+    ) -> None:
+        super().__init__(spec, tokenizer, **more)
+        self._pad, self._at_end = pad, at_end
+        named = with_tokenizer(self.spec.fingerprint, {}, ["filled", pad, at_end, self.limit])
+        self.spec = dataclasses.replace(self.spec, fingerprint=named)
+
+    def canonical(self) -> bool:
+        """Texts lose case, punctuation and double spaces, as SigLIP's first tokenizer has it."""
+        texts = "  A photo, of\t(two) CATS & a dog-house! ", "a photo of two cats a doghouse"
+        one, other = (self._content(text) for text in texts)
+        return not isinstance(one, EmbedstreamError) and np.array_equal(one, np.asarray(other))
+
+    def _single(self, *given: Any) -> EncodedItem | EmbedstreamError:
+        return self._filled(super()._single(*given))
+
+    def _verbatim(self, *given: Any) -> EncodedItem | EmbedstreamError:
+        return self._filled(super()._verbatim(*given))
+
+    def _filled(self, item: EncodedItem | EmbedstreamError) -> EncodedItem | EmbedstreamError:
+        if isinstance(item, EmbedstreamError):
+            return item
+        ids = np.full(self.limit, self._pad, dtype=np.int32)
+        kept = slice(0, item.n_tokens) if self._at_end else slice(self.limit - item.n_tokens, None)
+        ids[kept] = item.input_ids
+        return dataclasses.replace(item, input_ids=ids)
 
 
 class GmeEncoder(_ImageEncoder):
@@ -293,17 +325,50 @@ def load_vision_encoder(
     outer = folder_tokenizer(spec)
     with unusable(spec, "no usable image preprocessing"):
         processor = _processor(spec)
-    made = ClipEncoder if spec.model_type == CLIP else GmeEncoder
-    return made(
-        spec, outer.backend_tokenizer, processor=processor, limits=limits, empty_input=empty_input
+    common = {"processor": processor, "limits": limits, "empty_input": empty_input}
+    if spec.model_type == SIGLIP:
+        return _siglip(spec, outer, common)
+    made = ClipEncoder if spec.model_type in TOWERS else GmeEncoder
+    return made(spec, outer.backend_tokenizer, **common)
+
+
+def _siglip(spec: ModelSpec, outer: Any, common: Mapping[str, Any]) -> TextEncoder:
+    """What fills a text up is its tokenizer's to say. Raises `ModelLoadError` for one that hides it."""
+    names = list(outer.model_input_names)
+    if names != ["input_ids"]:
+        raise ModelLoadError(
+            f"{spec.transformer}: model_input_names = {names} in tokenizer_config.json; SigLIP attends to what "
+            'fills a text up, so there is no mask: set it to ["input_ids"]'
+        )
+    if outer.pad_token_id is None:
+        raise ModelLoadError(
+            f"{spec.transformer}: the tokenizer names no pad_token to fill texts with"
+        )
+    made = SiglipEncoder(
+        spec,
+        outer.backend_tokenizer,
+        pad=int(outer.pad_token_id),
+        at_end=outer.padding_side == "right",
+        **common,
     )
+    if is_slow_siglip(spec) and not made.canonical():
+        raise ModelLoadError(
+            f"{spec.transformer}: SiglipTokenizer lower-cases texts and takes ASCII punctuation and double "
+            "spaces out of them, and the tokenizer.json beside it does not; take another copy of the folder"
+        )
+    return made
 
 
 def _processor(spec: ModelSpec) -> Any:
-    if spec.model_type == CLIP:
+    where = str(spec.transformer)
+    if spec.model_type == SIGLIP:
+        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+        return SiglipImageProcessorPil.from_pretrained(where, local_files_only=True)
+    if spec.model_type in TOWERS:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        return CLIPImageProcessorPil.from_pretrained(str(spec.transformer), local_files_only=True)
+        return CLIPImageProcessorPil.from_pretrained(where, local_files_only=True)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
@@ -315,7 +380,7 @@ def _processor(spec: ModelSpec) -> Any:
         )
     )
     return Qwen2VLImageProcessorPil.from_pretrained(
-        str(spec.transformer),
+        where,
         local_files_only=True,
         size={"shortest_edge": fewest, "longest_edge": most},
         min_pixels=None,

@@ -304,6 +304,22 @@ hidden_act hidden_dropout_prob hidden_size initializer_range intermediate_size i
 layer_norm_eps max_position_embeddings num_attention_heads num_hidden_layers num_labels
 pad_token_id tie_word_embeddings type_vocab_size use_cache vocab_size
 """,
+    "siglip": """
+attention_dropout hidden_act hidden_size image_size initializer_factor intermediate_size
+layer_norm_eps max_position_embeddings num_attention_heads num_channels num_hidden_layers
+num_labels patch_size projection_size text_config vision_config vision_use_head vocab_size
+""",
+    "siglip.vision_config": """
+attention_dropout hidden_act hidden_size image_size initializer_factor intermediate_size
+layer_norm_eps max_position_embeddings num_attention_heads num_channels num_hidden_layers
+num_labels patch_size projection_size text_config vision_config vision_use_head vocab_size
+""",
+    "siglip.text_config": """
+attention_dropout bos_token_id eos_token_id hidden_act hidden_size image_size initializer_factor
+intermediate_size layer_norm_eps max_position_embeddings num_attention_heads num_channels
+num_hidden_layers num_labels pad_token_id patch_size projection_size text_config vision_config
+vision_use_head vocab_size
+""",
     "smollm3": """
 attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size
 initializer_range intermediate_size layer_types max_position_embeddings mlp_bias

@@ -139,6 +139,7 @@ VISION_FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
         Family("clip", head=None, causal=True),  # the text tower is causal
+        Family("siglip", head=None),
         _decoder("qwen2_vl", head=None),
     )
 }

@@ -17,6 +17,7 @@ _OFF = (None, False)
 _IMAGE_CLASSES = (
     "CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil", "CLIPFeatureExtractor",
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil",
+    "SiglipImageProcessor", "SiglipImageProcessorFast", "SiglipImageProcessorPil",
 )  # fmt: skip
 _MODULE_NAMES = (None, "sentence_embedding", "token_embeddings")
 
@@ -128,6 +129,21 @@ ROWS: dict[str, dict[str, Any]] = {
             ),
         },
     },
+    "sentence_bert_config.json of two towers": {
+        "library": _ST,
+        "honoured": "modality_config processing_kwargs",
+        "inert": "unpad_inputs backend",
+        "only": {
+            "transformer_task": (("feature-extraction",), _NOT_YET),
+            "module_output_name": (
+                ("sentence_embedding", None),
+                "another output than both vectors",
+            ),
+            "max_seq_length": ((None,), "set `max_tokens` for this model instead"),
+            "do_lower_case": (_OFF, "put a Lowercase normalizer into the tokenizer instead"),
+        },
+    },
+    "processing_kwargs of two towers": {"library": _ST, "honoured": "text"},
     "model_kwargs": {
         "library": _ST,
         "inert": """torch_dtype dtype attn_implementation device_map low_cpu_mem_usage trust_remote_code
@@ -341,6 +357,7 @@ FOLDER_CONFIG: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {"library": _TF, "inert": "vision_token_id max_window_layers"},
     "clip": {"library": _TF, "inert": "logit_scale_init_value"},
+    "siglip": {"library": _TF, "inert": "initializer_factor logit_scale_init_value"},
     "t5": {"library": _TF, "inert": "n_positions"},
     "mt5": {"library": _TF, "inert": "n_positions"},
     "umt5": {"library": _TF, "inert": "n_positions"},

@@ -15,11 +15,8 @@ from gpu.folder.stored import ADAPTER
 # Model types that people ask for and that are not computed here: why, and what to do.
 NOT_HERE = {
     "new": "its own RoPE and layers are computed in the form `gte` alone; take a repository of that type",
-    **dict.fromkeys(
-        ("siglip", "siglip2"),
-        "SigLIP fills every text up to a fixed length and pools images by a head of its own, which is not "
-        "computed here; take a CLIP model or GME",
-    ),
+    "siglip2": "NaFlex takes images of any shape, patch by patch with a mask, which is not computed here; take "
+    "a SigLIP 2 model of a fixed resolution (its config.json says `siglip`)",
     "embedding_gemma2": "its images and sounds are not computed here; save its text tower on its own "
     "(`AutoModel.from_pretrained(repo).language_model.save_pretrained(folder)`)",
     "minicpm": "its layerwise scores are read off a head behind each layer, which is not computed here; take "
@@ -80,17 +77,19 @@ def _other_format(folder: Path) -> str | None:
     return None
 
 
-def odd_tokenizer(folder: Path) -> str | None:
+def odd_tokenizer(folder: Path, *, slow: bool = False) -> str | None:
     """The message for a tokenizer that has to be converted first; None: there is a tokenizer.json, or
-    one that transformers builds without further packages."""
+    one that transformers builds without further packages. slow: transformers has no way to write one."""
     if (folder / "tokenizer.json").is_file():
         return None
     found = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
     if found is None:
         return None
+    what = f"{folder}: the tokenizer is a sentencepiece model ({found}) without a tokenizer.json"
+    if slow:
+        return f"{what}; take a repository that holds both, or SigLIP 2"
     return (
-        f"{folder}: the tokenizer is a sentencepiece model ({found}) without a tokenizer.json; write one, "
-        "where the packages sentencepiece and protobuf are installed: "
+        f"{what}; write one, where the packages sentencepiece and protobuf are installed: "
         "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
     )
 

@@ -1,4 +1,4 @@
-"""Reads the folder of a model that takes images: CLIP, and Qwen2-VL used for embeddings (GME).
+"""Reads the folder of a model that takes images: CLIP, SigLIP, and Qwen2-VL used for embeddings (GME).
 
 Who calls it: `gpu.folder.read`, before it looks for a text model.
 What must stay true: JSON and hashes only, as in `gpu.folder.read`; what the folder does not say is the
@@ -19,9 +19,16 @@ from gpu.folder.keys import KeyReader
 from gpu.folder.sentence_bert import check_shared_files
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.stored import check_files, read_json, weight_files
+from gpu.folder.towers import (
+    SIGLIP,
+    TOWERS,
+    check_siglip,
+    check_tower_calls,
+    image_preprocessing,
+    tower_config,
+)
 
-PREPROCESSOR = "preprocessor_config.json"
-CLIP, QWEN2_VL = "clip", "qwen2_vl"
+QWEN2_VL = "qwen2_vl"
 # gme_inference.py: max_length, min_image_tokens, max_image_tokens.
 GME_MAX_TOKENS, GME_IMAGE_TOKENS = 1800, (256, 1280)
 GME = "gme"
@@ -40,25 +47,28 @@ def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
     check_files(where)
     if not weight_files(where):
         raise ModelLoadError(f"{where}: no weights (model.safetensors) in the folder")
-    if not (where / PREPROCESSOR).is_file():
-        raise ModelLoadError(f"{where}: no {PREPROCESSOR}, which says how images are resized")
-    keys.check(where / PREPROCESSOR, read_json(where / PREPROCESSOR), PREPROCESSOR)
-    text = {**config, **(config.get("text_config") or {})}
-    is_clip = family.model_type == CLIP
+    preprocessing = image_preprocessing(where, family.model_type, keys)
+    apart = family.model_type in TOWERS
+    text, vision = tower_config(config, family.model_type)
     if said.pooling not in (None, "last_token"):
         raise ModelLoadError(
             f"{folder}: pooling = {said.pooling!r}; {family.model_type} has its own"
         )
-    native = int(config.get("projection_dim", 512) if is_clip else text["hidden_size"])
-    limits = [int(text.get("max_position_embeddings", 77))]
-    if not is_clip:
+    limits = [int(text["max_position_embeddings"])]
+    if not apart:
         limits.append(int(config.get("max_length") or GME_MAX_TOKENS))
-    gme = not is_clip and _is_gme(where, config)
+    gme = not apart and _is_gme(where, config)
     length = read_json(where / "tokenizer_config.json").get("model_max_length")
     if isinstance(length, int) and length > 0:
         limits.append(length)
-    if said.max_tokens is not None and is_clip and said.max_tokens > limits[0]:
-        raise ModelLoadError(f"max_tokens = {said.max_tokens}: the model takes 1 to {limits[0]}")
+    if family.model_type == SIGLIP:
+        native, filled = check_siglip(folder, text, vision, preprocessing), min(limits)
+    else:
+        native = int(config.get("projection_dim", 512) if apart else text["hidden_size"])
+        filled = None
+    if apart:
+        check_tower_calls(folder, where, keys, filled=filled)
+        _check_said(said, family.model_type, filled or limits[0], filled)
     st_config = read_json(folder / "config_sentence_transformers.json")
     common: dict[str, Any] = {
         "folder": folder,
@@ -68,25 +78,26 @@ def read_vision(folder: Path, said: Overrides) -> ModelSpec | None:
         "family": family,
         "config": {
             **text,
+            "vision_config": vision,
             "vocab_size": int(text["vocab_size"]),
-            "preprocessing": read_json(where / PREPROCESSOR),
+            "preprocessing": preprocessing,
             GME: gme,
         },
-        "notes": (_SEQUENCE if gme else _GRID,) if not is_clip else (),
+        "notes": _notes(gme, apart, filled),
         "tasks": frozenset({"embed"}),
         "head": False,
         "max_tokens": said.max_tokens or min(limits),
         "position_offset": 0,
         "dimensions": native,
         "pooling": "last_token",
-        "normalize": _normalizes(folder, keys, default=not is_clip),
+        "normalize": _normalizes(folder, keys, default=not apart),
         "allowed_dimensions": allowed_dimensions(config, native, said),
         "causal": said.causal,
         **read_prompts(folder, st_config, said),
     }
-    vision = {"preprocessing": common["config"]["preprocessing"], GME: gme}
+    seen = {"preprocessing": preprocessing, GME: gme}
     fingerprint = fingerprint_of(
-        where, meaning=common | {"vision": vision}, config=keys.meaning(head=False)
+        where, meaning=common | {"vision": seen}, config=keys.meaning(head=False)
     )
     return ModelSpec(**common, fingerprint=fingerprint, honoured=keys.honoured)
 
@@ -99,6 +110,25 @@ def _family(folder: Path) -> tuple[Path, Family] | None:
         where = where / "0_CLIPModel" if (where / "0_CLIPModel").is_dir() else folder
     family = VISION_FAMILIES.get(str(read_json(where / "config.json").get("model_type", "")))
     return None if family is None else (where, family)
+
+
+def _check_said(said: Overrides, model_type: str, longest: int, filled: int | None) -> None:
+    if said.causal is not None:
+        raise ModelLoadError(f"causal = {said.causal}: {model_type} attends in its own way")
+    if said.max_tokens is None or (filled is None and said.max_tokens <= longest):
+        return
+    if filled is None:
+        raise ModelLoadError(f"max_tokens = {said.max_tokens}: the model takes 1 to {longest}")
+    if said.max_tokens != filled:
+        raise ModelLoadError(
+            f"max_tokens = {said.max_tokens}: SigLIP's texts are filled up to {filled} tokens"
+        )
+
+
+def _notes(gme: bool, apart: bool, filled: int | None) -> tuple[str, ...]:
+    if filled is not None:
+        return (f"every text is filled up to {filled} tokens, as the model was trained",)
+    return () if apart else (_SEQUENCE if gme else _GRID,)
 
 
 _SEQUENCE = "image tokens are numbered in one row, as GME's own code does, and not by their grid"

@@ -1,14 +1,16 @@
-"""CLIP: texts packed through the text tower, images through the vision tower, both projected.
+"""CLIP and SigLIP: texts packed through the text tower, images through the vision tower.
 
 Who calls it: `gpu.forward.vision`.
-What must stay true: a text's vector is the projection of its last token (its end token), an image's that
-of the class token, as `CLIPModel.get_text_features` and `get_image_features` give them; on the CPU
+What must stay true: a text's vector is the projection of its last token (CLIP's end token; SigLIP's filling,
+mostly), an image's that of the class token or of the attention pool, as the models' own
+`get_text_features` and `get_image_features` give them; on the CPU
 every image is a call of its own, so that its bits do not depend on how many came along.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,11 +74,18 @@ class ClipTowers(Towers):
         states = states + embeddings.position_embedding(self._row(batch.positions))
         with self._attending(batch):
             states = tower.encoder(
-                inputs_embeds=states, attention_mask=None, is_causal=True
+                inputs_embeds=states, attention_mask=None, **self._encoder_arguments
             ).last_hidden_state
-        last = tower.final_layer_norm(states[0][self._ends(batch)])
-        out: torch.Tensor = self._model.text_projection(last)
+        out: torch.Tensor = self._projection(tower.final_layer_norm(states[0][self._ends(batch)]))
         return out
+
+    @property
+    def _encoder_arguments(self) -> dict[str, Any]:
+        return {"is_causal": True}
+
+    @property
+    def _projection(self) -> Any:
+        return self._model.text_projection
 
     def _images(self, items: Sequence[EncodedItem]) -> torch.Tensor:
         """[n_items, dimensions] in the compute dtype."""
@@ -87,3 +96,26 @@ class ClipTowers(Towers):
             values = self._pixels(pixels)
             parts.append(self._model.get_image_features(pixel_values=values).pooler_output)
         return torch.cat(parts)
+
+
+class SiglipTowers(ClipTowers):
+    """Both towers look both ways; every text has the same length, which the encoder sees to."""
+
+    def probes(self) -> list[EncodedItem]:
+        rng = np.random.default_rng(0)
+        config, filled = self._model.config, self._spec.max_tokens
+        size = int(config.vision_config.image_size)
+        texts = rng.integers(0, int(config.text_config.vocab_size), size=(3, filled))
+        pictures = rng.integers(0, 256, size=(2, 3, size, size), dtype=np.uint8)
+        return [
+            *(EncodedItem(ids.astype(np.int32)) for ids in texts),
+            *(EncodedItem(np.zeros(3, np.int32), extras={PIXELS: pixels}) for pixels in pictures),
+        ]
+
+    @property
+    def _encoder_arguments(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def _projection(self) -> Any:
+        return self._model.text_model.head

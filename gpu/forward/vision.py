@@ -1,6 +1,6 @@
 """Models that take images: the contract of a runner over a text tower, a vision tower, or both in one.
 
-Who calls it: `gpu.load` for CLIP and Qwen2-VL folders; the executor's threads.
+Who calls it: `gpu.load` for CLIP, SigLIP and Qwen2-VL folders; the executor's threads.
 What must stay true: as in `gpu.runner`; texts are packed without padding, every load is checked against
 transformers' own forward, and an item's bytes on the CPU in fp32 do not depend on its neighbours.
 """
@@ -18,8 +18,8 @@ from gpu.device.linears import LinearReport
 from gpu.device.staging import CopyOut
 from gpu.encode.vision import PIXELS
 from gpu.faults import ModelLoadError
-from gpu.folder.vision import CLIP
-from gpu.forward.clip import ClipTowers
+from gpu.folder.towers import CLIP, SIGLIP, TOWERS
+from gpu.forward.clip import ClipTowers, SiglipTowers
 from gpu.forward.proven import replace_linears
 from gpu.forward.qwen2_vl import Qwen2VlTower
 from gpu.forward.selfcheck import compare
@@ -27,6 +27,8 @@ from gpu.forward.towers import Towers
 from gpu.forward.weights import load_model
 from gpu.runner import BaseRunner, OnPhase
 from schemas.errors import EmbedstreamError, InvalidRequest, NonFinite
+
+_TOWERS: dict[str, type[Towers]] = {CLIP: ClipTowers, SIGLIP: SiglipTowers}
 
 
 class VisionRunner(BaseRunner):
@@ -41,7 +43,7 @@ class VisionRunner(BaseRunner):
             device=self.device,
             allow_pickle=self.settings.allow_pickle,
         )
-        made = ClipTowers if self._towers_apart else Qwen2VlTower
+        made = _TOWERS.get(self.spec.model_type, Qwen2VlTower)
         self._towers: Towers = made(loaded.model, self.spec, self.device, self._backends())
         on_phase("checking")
         linears, bit_exact = self._check(loaded.model, prepack)
@@ -74,13 +76,13 @@ class VisionRunner(BaseRunner):
         return super()._refusal(item)
 
     def _limit(self, item: EncodedItem) -> int:
-        # CLIP's images go through a tower of their own, which reads no position table.
+        # Such images go through a tower of their own, which reads no position table.
         apart = self._towers_apart and PIXELS in item.extras
         return item.n_tokens if apart else super()._limit(item)
 
     @property
     def _towers_apart(self) -> bool:
-        return self.spec.model_type == CLIP
+        return self.spec.model_type in TOWERS
 
     @torch.inference_mode()
     def _check(self, model: Any, prepack: bool) -> tuple[LinearReport, bool]:

@@ -1,6 +1,6 @@
 """Tiny seeded folders of models that take images, and pictures to send them.
 
-Who calls it: tests of images, CLIP and GME.
+Who calls it: tests of images: CLIP, SigLIP and GME.
 What must stay true: ordinary folders (config, safetensors, tokenizer.json, preprocessor_config.json);
 the same call writes the same bytes.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.models import _bytes, edit_json, write_tokenizer
+from tests.support.models import _bytes, _unigram, edit_json, write_tokenizer
 
 SIZE, PATCH = 32, 8  # CLIP: 16 patches and the class token
 GME_CONTROL = (
@@ -24,7 +24,7 @@ GME_CONTROL = (
 _MEAN = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
 
 
-def _save(folder: Path, model: Any, seed: int) -> None:
+def _save(folder: Path, model: Any, seed: int, scale: float = 0.3) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ def _save(folder: Path, model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * (0.3 if parameter.shape[-1] <= 64 else 0.05))
+                parameter.copy_(noise * (scale if parameter.shape[-1] <= 64 else 0.05))
             elif "class_embedding" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             elif name.endswith("bias"):
@@ -88,6 +88,73 @@ def write_clip(folder: Path, *, seed: int = 0, legacy_end: bool = False) -> Path
             **_MEAN,
         },
     )
+    return folder
+
+
+def write_siglip(
+    folder: Path, *, seed: int = 0, library: bool = False, **tokenizer_fields: Any
+) -> Path:
+    """SigLIP with vectors of 32 and texts of 64 tokens; `tokenizer_fields` go to tokenizer_config.json.
+
+    library: with the files that Sentence-Transformers writes, texts filled up.
+    """
+    from tokenizers import processors
+    from transformers import SiglipConfig, SiglipModel
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, names = _unigram()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
+    )
+    write_tokenizer(folder, tokenizer, names)
+    edit_json(
+        folder / "tokenizer_config.json",
+        **{"model_input_names": ["input_ids"], "model_max_length": 64, **tokenizer_fields},
+    )
+    common = {
+        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "hidden_size": 32,
+    }  # fmt: skip
+    config = SiglipConfig(
+        text_config={
+            **common,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        vision_config={**common, "image_size": SIZE, "patch_size": PATCH},
+    )
+    _save(folder, SiglipModel(config), seed, scale=0.15)
+    said = {
+        "image_processor_type": "SiglipImageProcessor",
+        "size": {"height": SIZE, "width": SIZE},
+        "resample": 3,
+    }
+    _dump(folder / "preprocessor_config.json", said)
+    if library:
+        kinds = ("base.modules.transformer.Transformer", "base.modules.normalize.Normalize")
+        modules = [
+            {
+                "idx": i,
+                "name": str(i),
+                "path": ("", "1_Normalize")[i],
+                "type": f"sentence_transformers.{kind}",
+            }
+            for i, kind in enumerate(kinds)
+        ]
+        _dump(folder / "modules.json", modules)
+        methods = {
+            name: {"method": f"get_{name}_features", "method_output_name": "pooler_output"}
+            for name in ("text", "image")
+        }
+        _dump(
+            folder / "sentence_bert_config.json",
+            {
+                "transformer_task": "feature-extraction",
+                "modality_config": methods,
+                "module_output_name": "sentence_embedding",
+                "processing_kwargs": {"text": {"padding": "max_length"}},
+            },
+        )
     return folder
 
 

@@ -30,6 +30,27 @@ def clip_reference(folder: Path, text: str | None, data: bytes | None) -> np.nda
         return model.get_image_features(**pixels).pooler_output[0].numpy()
 
 
+def siglip_reference(folder: Path, text: str | None, data: bytes | None) -> np.ndarray:
+    """transformers' SiglipModel, texts filled up to their full length as its documentation says."""
+    import io
+
+    import torch
+    from PIL import Image as Pil
+    from transformers import AutoTokenizer, SiglipModel
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    model = SiglipModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        if text is not None:
+            ids = AutoTokenizer.from_pretrained(folder)(
+                text, padding="max_length", max_length=64, truncation=True, return_tensors="pt"
+            )
+            return model.get_text_features(**ids).pooler_output[0].numpy()
+        picture = Pil.open(io.BytesIO(data or b"")).convert("RGB")
+        pixels = SiglipImageProcessorPil.from_pretrained(folder)(picture, return_tensors="pt")
+        return model.get_image_features(**pixels).pooler_output[0].numpy()
+
+
 TEMPLATE = (
     "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n"
     "<|im_start|>assistant\n<|endoftext|>"

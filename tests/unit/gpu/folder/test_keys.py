@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpu.faults import ModelLoadError
-from gpu.folder.families import FAMILIES
+from gpu.folder.families import FAMILIES, VISION_FAMILIES
 from gpu.folder.key_rows import ROWS
 from gpu.folder.keys import KeyReader, table
 from gpu.folder.read import load_spec
@@ -19,7 +19,7 @@ from tests.support import config_keys
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_encoders import ENCODERS
 from tests.support.models_more import MORE_NAMES
-from tests.support.models_vision import write_clip
+from tests.support.models_vision import write_clip, write_gme, write_siglip
 
 COMMON: dict[str, Any] = {
     "_name_or_path": "x", "architectures": ["X"], "transformers_version": "4.40.0", "torch_dtype": "float32",
@@ -153,7 +153,33 @@ def test_every_family_refuses_one_foreign_key_and_only_then(folders: Path, famil
     assert any("scale_of_the_moon (ignored" in line for line in spec.honoured)
 
 
+VISION: dict[str, Any] = {"clip": write_clip, "siglip": write_siglip, "qwen2_vl": write_gme}
+
+
+@pytest.mark.parametrize("part", ["", "text_config", "vision_config"])
+@pytest.mark.parametrize("family", VISION)
+def test_every_family_with_images_refuses_one_foreign_key(
+    folders: Path, family: str, part: str
+) -> None:
+    """In the config of the whole and in those of its towers."""
+    folder = folders / family
+    if not folder.is_dir():
+        VISION[family](folder)
+    kept = (folder / "config.json").read_text()
+    config = json.loads(kept)
+    assert load_spec(folder).honoured
+    (config[part] if part else config)["scale_of_the_moon"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        with pytest.raises(ModelLoadError, match=r"scale_of_the_moon .*ignore_keys"):
+            load_spec(folder)
+        assert load_spec(folder, ignore_keys=("scale_of_the_moon",))
+    finally:
+        (folder / "config.json").write_text(kept)
+
+
 def test_every_family_of_the_table_is_tried_above() -> None:
+    assert set(VISION_FAMILIES) == set(VISION)
     tried = {*FAMILY_NAMES, *ENCODERS, *MORE_NAMES} | {
         "internlm2",
         "nvembed",

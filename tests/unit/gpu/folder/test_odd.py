@@ -103,7 +103,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a `pytorch_model.bin` on the hub": (hub_pickles, "allow_pickle = true"),
     "TensorFlow, Flax, OpenVINO": (tensorflow, "TensorFlow weights alone; take a revision"),
     "an adapter whose base model is not at hand": (adapter, "an adapter to a/base, which is not at hand"),
-    "SigLIP, SigLIP 2": (typed("siglip"), "take a CLIP model or GME"),
+    "SigLIP 2 NaFlex": (typed("siglip2"), "a SigLIP 2 model of a fixed resolution"),
     "EmbeddingGemma 2 with its towers": (typed("embedding_gemma2"), "save its text tower on its own"),
     "a layerwise MiniCPM": (typed("minicpm", code=True), "head behind each layer"),
     "a bidirectional Llama (Nemotron)": (typed("llama_bidirec", code=True), "`LlamaModel`"),

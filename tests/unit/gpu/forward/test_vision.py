@@ -306,8 +306,8 @@ def test_folders_that_lack_something_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="preprocessor_config"):
         load_spec(folder)
     other = write_clip(tmp_path / "o")
-    edit_json(other / "config.json", model_type="siglip")
-    with pytest.raises(ModelLoadError, match="siglip"):
+    edit_json(other / "config.json", model_type="siglip2")
+    with pytest.raises(ModelLoadError, match="siglip2"):
         load_spec(other)
 
 
