@@ -13,7 +13,7 @@ import numpy as np
 from actors.route import Finished
 from gpu.batch import Float32, ItemOutcome, ItemResult, ModelInfo
 from schemas.errors import EmbedstreamError, Internal, NonFinite
-from schemas.requests import ClassifyRequest, DType, EmbedRequest, RerankRequest
+from schemas.requests import ClassifyRequest, DType, EmbedRequest, RerankRequest, ScoreRequest
 from schemas.results import (
     FailureReply,
     ItemReply,
@@ -177,11 +177,17 @@ def _classify_item(finished: Finished, index: int, outcome: ItemResult) -> ItemR
 def _score_item(
     finished: Finished, request: RerankRequest, index: int, outcome: ItemResult
 ) -> ItemReply:
-    assert outcome.scores is not None and outcome.scores.shape == (1,)
+    assert outcome.scores is not None
     document = request.documents[index]
+    named = request.labels if isinstance(request, ScoreRequest) else ()
+    by_label: dict[str, float] | None = None
+    if named or len(outcome.scores) != 1:
+        labels = map(str, named or finished.labels)
+        by_label = dict(zip(labels, map(float, outcome.scores), strict=True))
     return ItemReply(
         index=index,
-        relevance_score=float(outcome.scores[0]),
+        scores=by_label,
+        relevance_score=float(outcome.scores[0]) if by_label is None else None,
         id=document.id,
         document=document.text if request.return_documents else None,
         tokens=finished.tokens[index],

@@ -35,6 +35,9 @@ class ItemOptions:
     normalize: bool | None = None  # None: as the model's own module list says
     raw_scores: bool = False
     chunk_tokens: int | None = None  # late chunking: vectors of spans instead of `outputs`
+    labels: tuple[
+        int, ...
+    ] = ()  # ids of the vocabulary to read a score at, instead of the model's own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +155,7 @@ class ItemResult:
     """What the pooler made of one item. Every array is finite float32 (the runner checks)."""
 
     dense: Float32 | None = None  # [dimensions]
-    scores: Float32 | None = None  # [n_labels]; [1] for rerank and score
+    scores: Float32 | None = None  # [n_labels]; [1] for a relevance score
     sparse: tuple[Int32, Float32] | None = None  # vocabulary ids ascending, weights
     multivector: Float32 | None = None  # [n_vectors, dimensions]
     spans: tuple[tuple[int, int], ...] | None = None  # late chunking: tokens of each vector

@@ -13,6 +13,7 @@ import torch
 
 from gpu.answer.chunks import in_chunks
 from gpu.answer.heads import scored
+from gpu.answer.label_rows import LabelReader
 from gpu.answer.looked_up import QueryTable
 from gpu.answer.maxsim import against_queries
 from gpu.answer.outputs import Outputs
@@ -71,10 +72,14 @@ class ModelRunner(BaseRunner):
         )  # fmt: skip
         if self._head is not None:
             logits = self._head(hidden, segments).float()
-            return scored(
+            found = scored(
                 batch, logits,
                 score=self.spec.score_activation, label=self.spec.label_activation,
             )  # fmt: skip
+            if isinstance(self._head, LabelReader):
+                named = self._head.named(batch, hidden, segments)
+                found = [named.get(row, outcome) for row, outcome in enumerate(found)]
+            return found
         outcomes: list[ItemOutcome] = self._outputs(batch, hidden, segments)
         return outcomes
 

@@ -124,6 +124,8 @@ def _put_rerank(wire: dict[str, Any], request: RerankRequest) -> None:
         wire["return_documents"] = True
     if request.sort is not (not isinstance(request, ScoreRequest)):
         wire["sort"] = request.sort
+    if isinstance(request, ScoreRequest) and request.labels:
+        wire["labels"] = list(request.labels)
 
 
 def _document(document: Document) -> Any:

@@ -14,7 +14,10 @@ from ._items import refuse, token_ids
 from ._record import raise_too_large, utf8_bytes
 from .errors import EmptyInput, InvalidDimensions, InvalidRequest
 from .headers import MAX_DEADLINE_MS, MAX_REPLY_TO_BYTES
-from .requests import Limits, TokenIds
+from .requests import Labels, Limits, TokenIds
+
+MAX_LABELS: Final = 256
+"""Of one request. Each is one number per document in the reply."""
 
 Check: TypeAlias = Callable[[Any, str, Limits], Any]
 
@@ -112,6 +115,25 @@ def _outputs(value: Any, path: str, limits: Limits) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _labels(value: Any, path: str, limits: Limits) -> Labels:
+    if not isinstance(value, list):
+        refuse("a list of labels: texts, or token ids", path)
+    if not 1 <= len(value) <= MAX_LABELS:
+        raise InvalidRequest(
+            f"1 to {MAX_LABELS} labels may be named", path=path, limit=MAX_LABELS, given=len(value)
+        )
+    if type(value[0]) is int:
+        labels = token_ids(value, path, limits).ids
+    else:
+        for i, label in enumerate(value):
+            if not isinstance(label, str) or not label:
+                refuse("a non-empty string, like the labels before it", f"{path}[{i}]")
+        labels = tuple(value)
+    if len(set(labels)) != len(labels):
+        raise InvalidRequest("a label is named twice", path=path)
+    return labels
+
+
 def _unread(value: Any, path: str, limits: Limits) -> None:
     """OpenAI's `user`: who asked, which an answer does not depend on."""
     if not isinstance(value, str):
@@ -128,6 +150,7 @@ CHECKS: Final[dict[str, Check]] = {
     "raw_scores": _bool,
     "instruction": _long_text,
     "sort": _bool,
+    "labels": _labels,
     "dimensions": _dimensions,
     "aggregate": _one_of("mean"),
     "chunk_tokens": _chunk_tokens,

@@ -164,6 +164,12 @@ def _outputs(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
         raise InvalidRequest("the string is not UTF-8", path=path) from None
 
 
+def _labels(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    if _kind(memoryview(raw)[0]) != "list":
+        return _scalar(raw, path, limits)
+    return _items(raw, path, limits)
+
+
 def _documents(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
     return _items(raw, path, limits, flat=False)
 
@@ -259,5 +265,6 @@ _READERS: Final[dict[str, Callable[[msgspec.Raw, str, Limits], Any]]] = {
     "input": _items,
     "documents": _documents,
     "query": _query,
+    "labels": _labels,
     "outputs": _outputs,
 }

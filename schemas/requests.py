@@ -21,6 +21,9 @@ DType: TypeAlias = Literal["float32", "float16", "int8", "binary"]
 Output: TypeAlias = Literal["dense", "sparse", "multivector"]
 Aggregate: TypeAlias = Literal["mean"]
 
+Labels: TypeAlias = tuple[str, ...] | tuple[int, ...]
+"""Texts, or ids of tokens."""
+
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify", "score")
 LANES: tuple[Lane, ...] = ("interactive", "bulk")
 
@@ -158,9 +161,14 @@ class RerankRequest(Request, frozen=True, kw_only=True):
 
 
 class ScoreRequest(RerankRequest, frozen=True, kw_only=True):
-    """As rerank, but every score, in input order."""
+    """As rerank, but every score, in input order.
+
+    `labels`: what a language model is read at instead of its own label tokens, all texts or all ids,
+    each one token of its vocabulary; every document then has a score per label.
+    """
 
     sort: bool = False
+    labels: Labels = ()
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,8 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
     `scale` is given with int8: component = integer * scale; `scales` holds the same for each vector
     of `multivector`. `spans` holds the tokens [from, to) that each of them was pooled from, when the
     request asked for `chunk_tokens`.
-    `scores` maps label names to scores (classify); `relevance_score` is a float (rerank, score).
+    `scores` maps label names to scores (classify, and score with labels); `relevance_score` is a float
+    (rerank, score).
     """
 
     index: int

@@ -54,7 +54,7 @@ FIELDS_OF_TASK: Final[dict[str, frozenset[str]]] = {
     | {"aggregate", "chunk_tokens", "user"},
     "classify": _COMMON | {"input", "raw_scores", "prompt_name", "prompt"},
     "rerank": _COMMON | _RERANK,
-    "score": _COMMON | (_RERANK - {"top_n", "sort"}),
+    "score": _COMMON | (_RERANK - {"top_n", "sort"}) | {"labels"},
 }
 ALL_FIELDS: Final = frozenset().union(*FIELDS_OF_TASK.values())
 

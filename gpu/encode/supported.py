@@ -11,7 +11,15 @@ from gpu.batch import ItemOptions
 from gpu.encode.long_texts import check_long
 from gpu.folder.spec import ModelSpec
 from schemas.errors import InvalidDimensions, Unsupported
-from schemas.requests import AnyRequest, ClassifyRequest, EmbedRequest, Output, RerankRequest, Task
+from schemas.requests import (
+    AnyRequest,
+    ClassifyRequest,
+    EmbedRequest,
+    Output,
+    RerankRequest,
+    ScoreRequest,
+    Task,
+)
 
 
 def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
@@ -34,10 +42,23 @@ def check_request(request: AnyRequest, spec: ModelSpec) -> ItemOptions:
         )
     if isinstance(request, RerankRequest) and (spec.pairs or spec.multivector) is not None:
         _no_ids(request)
+    _check_labels(request, spec)
     takes_instruction = isinstance(request, ClassifyRequest) or spec.pairs is not None
     if not takes_instruction and request.instruction is not None:  # type: ignore[union-attr]
         raise Unsupported("the model takes no instruction", path="$.instruction")
     return ItemOptions(task=task, raw_scores=request.raw_scores)
+
+
+def _check_labels(request: AnyRequest, spec: ModelSpec) -> None:
+    named = isinstance(request, ScoreRequest) and request.labels
+    if named and spec.label_head is None:
+        raise Unsupported(
+            "the model is read at no tokens of a vocabulary, so a request cannot name labels; a causal language "
+            "model with `rerank_template` takes them",
+            path="$.labels",
+        )
+    if not named and spec.label_head is not None and not spec.label_head.tokens:
+        raise Unsupported("the model has no labels of its own; name them", path="$.labels")
 
 
 def _no_ids(request: RerankRequest) -> None:

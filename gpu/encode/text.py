@@ -21,6 +21,7 @@ from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
 from gpu.encode.cut import cut_to, empty, known_ids, too_long
 from gpu.encode.joined import as_given, joined
+from gpu.encode.labels import with_labels
 from gpu.encode.late import beside, both_sides, expanded, of_queries
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
@@ -165,6 +166,7 @@ class TextEncoder:
         """Check the request, and append its texts to the batched call."""
         try:
             options = check_request(request, self.spec)
+            options = with_labels(options, request, self._tokenizer, self._vocab_size)
             prompt = None if isinstance(request, RerankRequest) else self._prompt(request)
         except EmbedstreamError as error:
             return error

@@ -52,6 +52,7 @@ class LabelHead:
     """A causal language model as a scorer: logits of a few vocabulary tokens after the last token.
 
     tokens: each a text (which must be one token) or an id.
+        None of them: every request names its own.
     difference: two tokens make one score, the first's logit minus the second's, whose sigmoid is the
         softmax over the two; otherwise every token is a score of its own.
     """
@@ -74,17 +75,27 @@ class LabelHead:
         """
         ids: list[str | int] = []
         for token in self.tokens:
-            found = [token]
-            if isinstance(token, str):
-                known = tokenizer.token_to_id(token)
-                found = [known] if known is not None else []
-                found = found or tokenizer.encode(token, add_special_tokens=False).ids
-            if len(found) != 1 or not 0 <= int(found[0]) < vocab_size:
+            found = tokens_of(token, tokenizer)
+            if len(found) != 1 or not 0 <= found[0] < vocab_size:
                 raise ModelLoadError(
                     f"label_tokens: {token!r} is not one token of this model's vocabulary"
                 )
-            ids.append(int(found[0]))
+            ids.append(found[0])
         return LabelHead(tuple(ids), self.difference)
+
+
+def tokens_of(label: str | int, tokenizer: Any) -> list[int]:
+    """The ids that a label stands for; it is of use when there is one. tokenizer: a `tokenizers.Tokenizer`.
+
+    A text that is a token's own name is that token, control tokens and leading space marks included.
+    """
+    if isinstance(label, int):
+        return [label]
+    clean = label.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    known = tokenizer.token_to_id(clean)
+    if known is not None:
+        return [known]
+    return list(tokenizer.encode(clean, add_special_tokens=False).ids)
 
 
 # The model card of Qwen3-Reranker: prefix, body and suffix are tokenized apart.

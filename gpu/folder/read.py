@@ -32,7 +32,7 @@ from gpu.folder.nvembed import read_nvembed
 from gpu.folder.odd import NOT_HERE, no_weights, odd_architecture, refuse_odd
 from gpu.folder.outputs import has_sides, side_fields
 from gpu.folder.prompts import LabelHead
-from gpu.folder.rerankers import JOINED, declared_prompt, is_scorer, label_head
+from gpu.folder.rerankers import JOINED, NO_LABELS, declared_prompt, is_scorer, label_head
 from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.static import read_static
@@ -121,7 +121,14 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
                 "tokenizer joins it"
             )
     if common.get("label_head") is not None:
-        answer = _label_fields(folder, family, config, st_config, common["label_head"])
+        answer = _label_fields(
+            folder,
+            family,
+            config,
+            st_config,
+            common["label_head"],
+            pairs=common["pairs"] is not None,
+        )
     elif (is_scorer(architecture) or is_reward(architecture)) and not modules.pooling:
         if common["default_prompt_name"] is not None:
             raise ModelLoadError(
@@ -194,19 +201,25 @@ def _label_fields(
     config: Mapping[str, Any],
     st_config: Mapping[str, Any],
     head: LabelHead,
+    *,
+    pairs: bool,
 ) -> dict[str, Any]:
-    """A causal language model that is read off at a few vocabulary tokens."""
+    """A causal language model that is read off at a few vocabulary tokens. pairs: after a pair's prompt."""
     if not family.causal:
         raise ModelLoadError(f"{folder}: {family.model_type} is no causal language model")
     named = _named_activation(folder, config, st_config)
     n_scores = 1 if head.difference else len(head.tokens)
-    tasks: set[Task] = {"classify"} if n_scores > 1 else {"rerank", "score"}
+    tasks: set[Task] = {"score"} if pairs else {"classify"}
+    if n_scores == 1:
+        tasks = {"rerank", "score"}
+    notes = () if head.tokens else (NO_LABELS,)
     return {
         "tasks": frozenset(tasks),
         "head": False,
         "labels": tuple(map(str, head.tokens)) if n_scores > 1 else (),
-        "score_activation": named or "sigmoid",
+        "score_activation": named or ("sigmoid" if n_scores == 1 else "softmax"),
         "label_activation": named or "softmax",
+        "notes": notes,
     }
 
 

@@ -29,6 +29,9 @@ JOINED = (
 )
 
 
+NO_LABELS = "`label_tokens` is not set, so there is no score to rank by: requests of the task score name their `labels`"
+
+
 def declared_prompt(
     folder: Path, transformer: Path, setting: str | None, *, scoring_decoder: bool = False
 ) -> PairPrompt | None:
@@ -124,11 +127,8 @@ def label_head(
         return LabelHead(tuple(label_tokens))
     if rerank_template is not None:
         chosen = tuple(label_tokens or BUILT_IN_LABELS.get(rerank_template, ()))
-        if not 1 <= len(chosen) <= 2 or len(set(chosen)) != len(chosen):
-            raise ModelLoadError(
-                'rerank_template wants label_tokens with it: ["yes", "no"], or one token whose logit '
-                "is the score"
-            )
+        if len(set(chosen)) != len(chosen):
+            raise ModelLoadError("label_tokens names a label twice")
         return LabelHead(chosen, difference=len(chosen) == 2)
     if logit_score is None:
         return None

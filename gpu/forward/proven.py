@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpu.answer.heads import HeadFn, build_head
-from gpu.answer.label_rows import label_head_of
+from gpu.answer.label_rows import label_reader_of
 from gpu.answer.sparse import mlm_head
 from gpu.attention import AttentionBackend
 from gpu.device.kernels import KernelChoice, remembered
@@ -135,7 +135,7 @@ def _proven(
     )
     head = build_head(loaded.model, loaded.base, spec.family, config) if spec.head else None
     if spec.label_head is not None:
-        head = label_head_of(spec, config, device)
+        head = label_reader_of(spec, config, device)
     if finding.reason is None and head is not None and logits is not None:
         with torch.inference_mode():
             segments = segments_of(batch, spec.skipped_pad)

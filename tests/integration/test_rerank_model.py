@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgpack
@@ -79,3 +80,30 @@ async def test_label_tokens_are_labels(factories: dict[str, Any]) -> None:
         assert item.scores is not None
         assert set(item.scores) == {"yes", "no"}
         assert sum(item.scores.values()) == pytest.approx(1.0, abs=1e-6)
+
+
+async def test_labels_of_a_request(factories: dict[str, Any]) -> None:
+    """Two requests with other labels and one without, at the same time: each its own, by name."""
+    record = {"task": "score", "model": "judge", "query": "capital?", "documents": DOCUMENTS}
+    async with run_inproc(Settings(), runner_factories=factories) as running:
+        named, ids, own, refused = await asyncio.gather(
+            ask(running, {**record, "id": "s1", "labels": ["yes", "no", "x"]}),
+            ask(running, {**record, "id": "s2", "labels": [5, 6], "raw_scores": True}),
+            ask(running, {**record, "id": "s3"}),
+            ask(running, {**record, "id": "s4", "labels": ["yes", "two words"]}),
+        )
+    assert isinstance(named, Reply) and isinstance(ids, Reply) and isinstance(own, Reply)
+    for item in named.items[:4]:
+        assert item.scores is not None and list(item.scores) == ["yes", "no", "x"]
+        assert sum(item.scores.values()) == pytest.approx(1.0, abs=1e-6)
+        assert item.relevance_score is None
+    for item in ids.items[:4]:
+        assert item.scores is not None and list(item.scores) == ["5", "6"]
+    for item in own.items[:4]:
+        assert item.relevance_score is not None and item.scores is None
+    for reply in (named, ids, own):
+        assert [item.index for item in reply.items] == [0, 1, 2, 3, 4]
+        failed = reply.items[4].error  # the empty document
+        assert failed is not None and failed.code == "empty_input"
+    assert isinstance(refused, FailureReply) and refused.error.path == "$.labels[1]"
+    assert "two words" not in refused.error.message

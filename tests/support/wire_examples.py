@@ -73,6 +73,13 @@ def requests(content_type: ContentType) -> dict[str, AnyRequest]:
             **common,
         ),
         "score": ScoreRequest(id="r-7", query="q", documents=(Document("a"), Document("b")), **common),
+        "score-labels": ScoreRequest(
+            id="r-10", query="q", documents=(Document("a"),), labels=("yes", " né"), **common
+        ),
+        "score-label-ids": ScoreRequest(
+            id="r-11", query=TokenIds((7, 8)), documents=(Document(ids=(9,)),), labels=(9454, 0),
+            raw_scores=True, **common,
+        ),
     }  # fmt: skip
 
 
@@ -112,6 +119,10 @@ def replies() -> dict[str, tuple[Reply | FailureReply, Encoding | None]]:
             ItemReply(index=0, relevance_score=-8.25, tokens=4, truncated=False),
         ],
     )  # fmt: skip
+    labels = Reply(
+        id="r-10", task="score", model=MODEL, n=1, usage=Usage(4, 4),
+        items=[ItemReply(index=0, scores={"yes": 0.75, " né": 0.25}, tokens=4, truncated=False)],
+    )  # fmt: skip
     failure = FailureReply(id="r-9", error=UnknownModel("no such model"), metadata={"tenant": "é"})
     return {
         "embed-default": (full, None),
@@ -121,6 +132,7 @@ def replies() -> dict[str, tuple[Reply | FailureReply, Encoding | None]]:
         "embed-part": (part, None),
         "classify": (classify, None),
         "rerank": (rerank, None),
+        "score-labels": (labels, None),
         "failure": (failure, None),
     }
 

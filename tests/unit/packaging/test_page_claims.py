@@ -27,6 +27,8 @@ PAGES = sorted(
 )
 EXTERNAL = {
     "service_name",  # an argument of redis-py's Sentinel
+    "label_token_ids",  # fields of SGLang's /v1/score
+    "apply_softmax",
     "DESCRIBE_CONFIGS",  # a right of Kafka
 }
 """Names with an underscore that pages mention and that are others'."""

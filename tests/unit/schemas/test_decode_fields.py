@@ -79,6 +79,31 @@ def test_classify_and_score(content_type):
 
 
 @both
+def test_labels_of_a_score_request(content_type):
+    """Texts or ids, 1 to 256, in their order; anything else at its path."""
+    for labels in (["yes"], ["no", "yes", " né"], [9454], list(range(256))):
+        score = decode({"task": "score", **RERANK, "labels": labels}, content_type)
+        assert isinstance(score, ScoreRequest) and score.labels == tuple(labels)
+    assert decode({"task": "score", **RERANK, "labels": None}, content_type).labels == ()
+    for labels, path in (
+        ([], "$.labels"), ("yes", "$.labels"), (7, "$.labels"), ([["yes"]], "$.labels[0]"),
+        (["yes", ""], "$.labels[1]"), (["yes", 7], "$.labels[1]"), ([7, "yes"], "$.labels"),
+        ([-1], "$.labels[0]"), ([2**31], "$.labels[0]"), ([1.5], "$.labels[0]"), ([True], "$.labels[0]"),
+        (["a", "a"], "$.labels"), ([3, 3], "$.labels"), (list(range(257)), "$.labels"),
+        (["yes", {"text": "no"}], "$.labels[1]"), ({"yes": 1}, "$.labels"),
+    ):  # fmt: skip
+        error = refusal({"task": "score", **RERANK, "labels": labels}, content_type)
+        assert error.code == "invalid_request" and (error.path or "").startswith(path), (
+            labels,
+            error.path,
+        )
+    many = refusal({"task": "score", **RERANK, "labels": list(range(257))}, content_type)
+    assert (many.limit, many.given) == (256, 257)
+    for task in ("rerank", None):
+        assert refusal({"task": task, **RERANK, "labels": ["a"]}, content_type).path == "$.labels"
+
+
+@both
 def test_task_is_rerank_when_query_and_documents_are_there(content_type):
     assert type(decode(RERANK, content_type)) is RerankRequest
     assert type(decode(EMBED, content_type)) is EmbedRequest

@@ -102,6 +102,9 @@ def requests(draw):
         common["documents"] = tuple(draw(st.lists(document, min_size=1, max_size=5)))
         common["return_documents"] = draw(st.booleans())
         common["instruction"] = draw(optional(texts))
+    if kind is ScoreRequest:
+        ids = st.lists(st.integers(0, 2**31 - 1), unique=True, max_size=5)
+        common["labels"] = tuple(draw(ids | st.lists(names, unique=True, max_size=5)))
     if kind is RerankRequest:
         common["top_n"] = draw(optional(st.integers(1, 2**63 - 1)))
         common["sort"] = draw(st.booleans())

@@ -20,6 +20,7 @@ import msgspec
 
 from . import _batches, _requests
 from ._links import Backoff
+from ._replies import check
 from ._session import Session
 from ._urls import Endpoint, parse_url
 from ._wire.codec import encode_request
@@ -31,7 +32,7 @@ from ._wire.requests import (
     ScoreRequest,
 )
 from ._wire.results import FailureReply, ItemReply, Reply
-from .errors import BadReply, ClientClosed, EmbedstreamError, Expired, of_items
+from .errors import ClientClosed, EmbedstreamError, Expired, of_items
 from .results import (
     Classification,
     Classifications,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         EmbedInput,
         EmbedOptions,
         ItemInput,
+        QueryInput,
         RerankOptions,
         ScoreOptions,
     )
@@ -166,7 +168,7 @@ class AsyncClient:
 
     async def rerank(
         self,
-        query: str,
+        query: QueryInput,
         documents: Sequence[DocumentInput],
         *,
         timeout: float | None = None,
@@ -175,28 +177,33 @@ class AsyncClient:
     ) -> Ranking:
         """Documents by how well they answer the query, best first; `top_n` keeps the best.
 
-        A document is a text, or a map of `text` and `id`. Otherwise as `embed`.
+        A document is a text, a map of `text` and `id`, or the ids of a text's own tokens; the query is a
+        text or such ids. Otherwise as `embed`.
         """
         given = _requests.documents(documents)
         request = RerankRequest(
-            id="", query=_requests.text(query, "$.query"), documents=given, **_options(options)
+            id="", query=_requests.query(query), documents=given, **_options(options)
         )
         reply = await self._call(request, timeout, partial)
         return Ranking(reply, [Ranked(item, given[item.index].text) for item in reply.items])
 
     async def score(
         self,
-        query: str,
+        query: QueryInput,
         documents: Sequence[DocumentInput],
         *,
         timeout: float | None = None,
         partial: bool = False,
         **options: Unpack[ScoreOptions],
     ) -> Scores:
-        """Every document's score, in the order of the documents. Otherwise as `rerank`."""
+        """Every document's score, in the order of the documents. Otherwise as `rerank`.
+
+        `labels`: texts or token ids, each one token of a causal language model: every document then has
+        `scores` by label instead of one `score`.
+        """
         given = _requests.documents(documents)
         request = ScoreRequest(
-            id="", query=_requests.text(query, "$.query"), documents=given, **_options(options)
+            id="", query=_requests.query(query), documents=given, **_options(options)
         )
         reply = await self._call(request, timeout, partial)
         return Scores(reply, [Score(item, given[item.index].text) for item in _by_index(reply)])
@@ -341,7 +348,7 @@ class AsyncClient:
                     "the clocks of the two machines differ"
                 )
             raise error
-        _check(reply, request)
+        check(reply, request)
         failed = [item for item in reply.items if item.error is not None]
         if failed and not partial:
             raise of_items(failed)
@@ -353,6 +360,8 @@ def _options(given: Any) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if value is not None}
     if "outputs" in options:
         options["outputs"] = tuple(options["outputs"])
+    if "labels" in options:
+        options["labels"] = _requests.labels(options["labels"])
     return options
 
 
@@ -370,28 +379,3 @@ def _deadline_ms(timeout_s: float) -> int:
 
 def _by_index(reply: Reply) -> list[ItemReply]:
     return sorted(reply.items, key=lambda item: item.index)
-
-
-def _check(reply: Reply, request: AnyRequest) -> None:
-    """Every item answered once, and nothing else. Raises `BadReply`."""
-    if reply.task != request.task:
-        raise BadReply(f"a {request.task} request was answered by {reply.task}", path="$.task")
-    n_items = request.n_items
-    indexes = {item.index for item in reply.items}
-    if len(indexes) != len(reply.items) or not indexes <= set(range(n_items)):
-        raise BadReply("two results have one index, or an index is none of the request's")
-    n_failed = sum(item.error is not None for item in reply.items)
-    n_wanted = n_items - n_failed
-    if isinstance(request, RerankRequest) and request.top_n is not None:
-        n_wanted = min(n_wanted, request.top_n)
-    if len(indexes) - n_failed != n_wanted:
-        raise BadReply("the reply lacks results of some items", limit=n_items, given=len(indexes))
-    for item in reply.items:
-        if item.error is None and not _has_result(item, reply.task):
-            raise BadReply("a result is empty", items=[item.index])
-
-
-def _has_result(item: ItemReply, task: str) -> bool:
-    if task == "embed":
-        return (item.embedding or item.sparse or item.multivector) is not None
-    return (item.scores if task == "classify" else item.relevance_score) is not None

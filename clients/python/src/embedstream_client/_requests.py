@@ -18,6 +18,7 @@ from ._wire.requests import (
     DType,
     Image,
     Item,
+    Labels,
     Lane,
     Output,
     Text,
@@ -28,7 +29,8 @@ from ._wire.requests import (
 if TYPE_CHECKING:
     ItemInput: TypeAlias = str | Mapping[str, Any] | Sequence[int]
     EmbedInput: TypeAlias = ItemInput | Sequence[ItemInput]
-    DocumentInput: TypeAlias = str | Mapping[str, Any]
+    QueryInput: TypeAlias = str | Sequence[int]
+    DocumentInput: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 
 
 class CommonOptions(TypedDict, total=False):
@@ -62,14 +64,20 @@ class ClassifyOptions(CommonOptions, total=False):
     prompt: str | None
 
 
-class ScoreOptions(CommonOptions, total=False):
-    """What `score` takes."""
+class PairOptions(CommonOptions, total=False):
+    """What `score` and `rerank` take."""
 
     raw_scores: bool
     instruction: str | None
 
 
-class RerankOptions(ScoreOptions, total=False):
+class ScoreOptions(PairOptions, total=False):
+    """What `score` takes."""
+
+    labels: Sequence[str] | Sequence[int]
+
+
+class RerankOptions(PairOptions, total=False):
     """What `rerank` takes."""
 
     top_n: int | None
@@ -93,12 +101,27 @@ def items(given: EmbedInput) -> tuple[Item, ...]:
 
 
 def documents(given: Sequence[DocumentInput]) -> tuple[Document, ...]:
-    """The documents of a rerank or score request: texts, or maps with `text` and `id`."""
+    """The documents of a rerank or score request: texts, token ids, or maps with `text` and `id`."""
     if isinstance(given, str):
         raise InvalidRequest("documents must be a list of texts, not one text", path="$.documents")
     return tuple(
         _document(one, f"$.documents[{i}]") for i, one in enumerate(_sequence(given, "$.documents"))
     )
+
+
+def query(given: QueryInput) -> str | TokenIds:
+    """The query of a rerank or score request: a text or its token ids."""
+    return given if isinstance(given, str) else _token_ids(given, "$.query", "a text or token ids")
+
+
+def labels(given: Sequence[str] | Sequence[int]) -> Labels:
+    """The labels of a score request: texts, or token ids."""
+    named = _sequence(given, "$.labels")
+    if not named:
+        raise InvalidRequest("no label is named; leave labels out", path="$.labels")
+    if all(_is_int(label) for label in named):
+        return tuple(operator.index(label) for label in named)
+    return tuple(text(label, f"$.labels[{i}]") for i, label in enumerate(named))
 
 
 def text(given: object, path: str) -> str:
@@ -120,9 +143,13 @@ def _item(given: object, path: str) -> Item:
         if not isinstance(image, bytes):
             raise InvalidRequest("an image is the bytes of its file", path=f"{path}.image")
         return Image(image, None if words is None else text(words, f"{path}.text"))
+    return _token_ids(given, path, "a text, token ids or an image")
+
+
+def _token_ids(given: object, path: str, expected: str) -> TokenIds:
     ids = _sequence(given, path)
     if not all(_is_int(one) for one in ids):
-        raise InvalidRequest("expected a text, token ids or an image", path=path)
+        raise InvalidRequest(f"expected {expected}", path=path)
     return TokenIds(tuple(operator.index(one) for one in ids))
 
 
@@ -136,7 +163,9 @@ def _document(given: object, path: str) -> Document:
             text(given.get("text"), f"{path}.text"),
             None if own is None else text(own, f"{path}.id"),
         )
-    return Document(text(given, path))
+    if isinstance(given, str):
+        return Document(given)
+    return Document(ids=_token_ids(given, path, "a text, a map or token ids").ids)
 
 
 def _is_int(given: object) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         EmbedInput,
         EmbedOptions,
         ItemInput,
+        QueryInput,
         RerankOptions,
         ScoreOptions,
     )
@@ -123,7 +124,7 @@ class Client:
 
     def rerank(
         self,
-        query: str,
+        query: QueryInput,
         documents: Sequence[DocumentInput],
         *,
         timeout: float | None = None,
@@ -137,7 +138,7 @@ class Client:
 
     def score(
         self,
-        query: str,
+        query: QueryInput,
         documents: Sequence[DocumentInput],
         *,
         timeout: float | None = None,

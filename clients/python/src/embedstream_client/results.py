@@ -140,12 +140,22 @@ class Score(_Item):
     def __init__(self, item: ItemReply, document: str) -> None:
         super().__init__(item)
         self.document = document
-        """The document's text, as it was asked about."""
+        """The document's text, as it was asked about; empty where token ids were sent."""
 
     @property
     def score(self) -> float:
+        """The one score. Raises `ValueError` where there is one per label."""
         found = self._checked().relevance_score
-        assert found is not None
+        if found is None:
+            raise ValueError("the model gave a score per label; see scores")
+        return found
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """By label, where the request named labels or the model has several; ids as decimal digits."""
+        found = self._checked().scores
+        if found is None:
+            raise ValueError("the model gave one score; see score")
         return found
 
     @property

@@ -185,8 +185,8 @@ def test_templates_that_cannot_work_are_refused(folder: Path, template: str, why
 def test_settings_that_do_not_fit_the_model_are_refused(folder: Path, tmp_path: Path) -> None:
     from tests.support.models import write_model
 
-    with pytest.raises(ModelLoadError, match="label_tokens"):
-        load_spec(folder, rerank_template="plain")
+    with pytest.raises(ModelLoadError, match="label_tokens names a label twice"):
+        load_spec(folder, rerank_template="plain", label_tokens=("yes", "yes"))
     with pytest.raises(ModelLoadError, match="two or more"):
         load_spec(folder, label_tokens=("yes",))
     with pytest.raises(ModelLoadError, match="rerank_template"):
