@@ -5,7 +5,8 @@
 Who calls it: a person. The service runs in a process of its own with a fake model, whose forward takes
 `--forward-ms` however full the batch is: what is measured is waiting, not computing.
 What must stay true: calls start at their times whether or not earlier ones were answered (an open
-loop); the backlog outlasts the measurement; the same traffic is measured alone, with its two lanes, and
+loop); where other work loads the machine, long forwards keep its noise out of the ratio (`--forward-ms 500
+--rate 4 --seconds 40`); the backlog outlasts the measurement; the same traffic is measured alone, with its two lanes, and
 in one queue in the order of arrival.
 """
 

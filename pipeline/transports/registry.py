@@ -118,6 +118,7 @@ KINDS = (
         form="redis-list://[user:password@]host[:port][/key or /db] (rediss-list:// for TLS)",
         options=RedisListOptions,
         folder="redis_list",
+        asks=True,
         lane="interactive",
     ),
     Kind(
@@ -257,7 +258,8 @@ async def _open_sink(options: Options, beside: Source | None, metrics: Metrics) 
 
 
 async def open_asker(url: str, *, timeout_s: float = 10.0) -> Asker:
-    """Connect to the service behind `url` (`redis://host:port/stream`, `kafka://host:port/topic`).
+    """Connect to the service behind `url` (`redis://host:port/stream`, `redis-list://host:port/key`,
+    `kafka://host:port/topic`).
 
     Raises `ValueError` for an address nobody can ask and `ConnectionError` for a broker out of
     reach.

@@ -83,6 +83,19 @@ async def test_ask_over_redis(redis_info: ServerInfo) -> None:
         await ask_many(url, 20)
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize("end", ["right", "left"])
+async def test_ask_over_a_redis_list(redis_info: ServerInfo, end: str) -> None:
+    url = f"redis-list://{redis_info.address}/embedstream.{uuid.uuid4().hex}?take_from={end}"
+    async with service(url):
+        await ask_many(url, 20)
+        asker = await open_asker(url)
+        body = json.dumps({"id": "j", "input": "x y", "reply_to": "list:embedstream.reply.other"})
+        reply = await asker.ask("j", body.encode(), "application/json", 30.0)
+        assert isinstance(reply, Reply) and reply.n == 1
+        await asker.aclose()
+
+
 @pytest.mark.kafka
 async def test_ask_over_kafka(kafka_info: ServerInfo) -> None:
     topic, replies = f"requests.{uuid.uuid4().hex}", f"embedstream.{uuid.uuid4().hex}"

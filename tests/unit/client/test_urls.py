@@ -26,6 +26,12 @@ from embedstream_client import KafkaEndpoint, RedisEndpoint, parse_url
             "rediss://h?ssl_ca_certs=/ca.pem&ssl_check_hostname=false",
             RedisEndpoint(host="h", tls=True, ssl_ca_certs="/ca.pem", ssl_check_hostname=False),
         ),
+        ("redis-list://h", RedisEndpoint(host="h", key="embedstream.requests")),
+        ("redis-list://h/3?key=k", RedisEndpoint(host="h", db=3, key="k")),
+        (
+            "rediss-list://h/jobs?take_from=left",
+            RedisEndpoint(host="h", tls=True, key="jobs", take_from="left"),
+        ),
         ("kafka://h", KafkaEndpoint(bootstrap="h:9092")),
         (
             "kafka://a:1,b/t?reply_topic=r",
@@ -53,6 +59,9 @@ def test_addresses(url: str, endpoint: object) -> None:
         ("redis:/u:secret@h/1", "two slashes"),  # K32
         ("redis://h:70000", "port"),
         ("redis://u:se/cret@h", "%2F"),  # K13
+        ("redis://h?key=x", "unknown parameter 'key'"),
+        ("redis-list://h?stream=x", "unknown parameter 'stream'"),
+        ("redis-list://h?take_from=top", "take_from"),
         ("redis://h?streem=x", "unknown parameter 'streem'"),
         ("redis://h/3?db=4", "db is given twice"),
         ("redis://h?db=x", "db"),

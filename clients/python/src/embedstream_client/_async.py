@@ -22,7 +22,7 @@ from . import _batches, _requests
 from ._links import Backoff
 from ._replies import check
 from ._session import Session
-from ._urls import Endpoint, parse_url
+from ._urls import Endpoint, RedisEndpoint, parse_url
 from ._wire.codec import encode_request
 from ._wire.requests import (
     AnyRequest,
@@ -260,23 +260,25 @@ class AsyncClient:
         """Send a request record as it is; the records of its reply, in the order of parts.
 
         The record's own id must be `request_id`, and no other call may have it. Nothing is retried.
+        Over a list, which has no headers, `reply_to` and `deadline_ms` are written into the record.
 
         Raises:
             NoReply: no whole reply in time.
             Unreachable: the broker cannot be used.
             BadReply: the reply cannot be read, or its parts do not fit.
             ClientClosed, ClientFull: see there.
+            InvalidRequest: over a list, a record that is no map.
         """
         timeout_s = self._timeout_s if timeout is None else _checked_timeout(timeout)
         session = self._open()
         if request_id in session.calls:
             raise ValueError("another call with that request_id waits for its reply")
-        headers = {
-            "content-type": content_type.encode(),
-            "request-id": request_id.encode(),
-            "reply-to": session.link.reply_to.encode(),
-            "deadline-ms": b"%d" % _deadline_ms(timeout_s),
-        }
+        route: dict[str, str | int] = {"reply_to": session.link.reply_to}
+        route["deadline_ms"] = _deadline_ms(timeout_s)
+        headers = {name.replace("_", "-"): str(value).encode() for name, value in route.items()}
+        headers |= {"content-type": content_type.encode(), "request-id": request_id.encode()}
+        if isinstance(self._endpoint, RedisEndpoint) and self._endpoint.key is not None:
+            record = _requests.with_fields(record, content_type, route)
         _, bodies = await session.ask(request_id, record, headers, timeout_s)
         return bodies
 

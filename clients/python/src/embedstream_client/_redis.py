@@ -1,4 +1,4 @@
-"""A service behind a Redis or Valkey stream.
+"""A service behind a Redis or Valkey stream, or list.
 
 Who calls it: `_session`.
 What must stay true: one connection sends, in pipelines of what has gathered, and one reads, whatever
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from ._calls import Call, Calls
@@ -88,7 +89,7 @@ class RedisLink:
     # --- what the session calls -----------------------------------------------------------------
 
     async def run(self) -> None:
-        sender = self._connect(self._endpoint.stream, ANSWER_TIMEOUT_S)
+        sender = self._connect(self._endpoint.queue, ANSWER_TIMEOUT_S)
         reader = self._connect(self._reply_key, BLOCK_S + ANSWER_TIMEOUT_S)
         try:
             await together(self._send_forever(sender), self._read_forever(reader))
@@ -100,19 +101,20 @@ class RedisLink:
                     await asyncio.wait_for(client.aclose(), _CLOSE_S)
 
     def send(self, call: Call) -> None:
-        fields: list[str | bytes] = ["data", call.body]
-        for name, value in call.headers.items():
-            fields += [name, value]
-        self._put(_Command(("XADD", self._endpoint.stream, "*", *fields), call))
+        self._put(_Command(self._request(call.body, call.headers), call))
 
     def withdraw(self, call: Call) -> None:
         if not call.sent:
             return  # still in the outbox, and not wanted any more
-        body, headers = encode_request(CancelRequest(id=call.id))
-        fields: list[str | bytes] = ["data", body]
-        for name, value in headers.items():
-            fields += [name, value]
-        self._put(_Command(("XADD", self._endpoint.stream, "*", *fields)))
+        self._put(_Command(self._request(*encode_request(CancelRequest(id=call.id)))))
+
+    def _request(self, body: bytes, headers: Mapping[str, bytes]) -> tuple[Any, ...]:
+        """The command that queues a record. An element of a list has no headers: its body says all."""
+        endpoint = self._endpoint
+        if endpoint.key is not None:
+            return "LPUSH" if endpoint.take_from == "right" else "RPUSH", endpoint.key, body
+        fields = [part for header in headers.items() for part in header]
+        return "XADD", endpoint.stream, "*", "data", body, *fields
 
     async def ping(self) -> None:
         command = self._put(_Command(("PING",)))
@@ -126,17 +128,26 @@ class RedisLink:
     async def why_silent(self, call: Call) -> str:
         if self.trouble is not None:
             return self._unreachable(self.trouble).message
-        groups = self._put(_Command(("XINFO", "GROUPS", self._endpoint.stream)))
+        endpoint = self._endpoint
+        look = (
+            ("XINFO", "GROUPS", endpoint.stream) if endpoint.key is None else ("LLEN", endpoint.key)
+        )
+        looked = self._put(_Command(look))
         misled = None
-        if not self._endpoint.cluster:  # there it may lie on a node that nobody talks to
+        if not endpoint.cluster:  # there it may lie on a node that nobody talks to
             misled = self._put(_Command(("EXISTS", f"embedstream.reply.{call.id}")))
         with contextlib.suppress(asyncio.TimeoutError):
-            found = await asyncio.wait_for(asyncio.shield(groups.answer), _EXPLAIN_S)
+            found = await asyncio.wait_for(asyncio.shield(looked.answer), _EXPLAIN_S)
             # Without the right to ask, this says nothing.
             missing = isinstance(found, Exception) and "no such key" in str(found)
+            if endpoint.key is not None and isinstance(found, int) and found > 0:
+                return (
+                    f"{found} requests lie in the list {endpoint.key} at {endpoint.address}: check that a "
+                    "service reads it and takes them from this end, or allow more time"
+                )
             if missing or found == []:
                 return (
-                    f"no service reads the stream {self._endpoint.stream} at {self._endpoint.address}: "
+                    f"no service reads the stream {endpoint.stream} at {endpoint.address}: "
                     "check that one runs, and its address"
                 )
             if misled is None:

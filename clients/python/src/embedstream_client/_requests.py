@@ -11,7 +11,10 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
+import msgspec
+
 from ._wire.errors import InvalidRequest
+from ._wire.headers import JSON
 from ._wire.requests import (
     Aggregate,
     Document,
@@ -186,3 +189,17 @@ def _sequence(given: object, path: str) -> Sequence[Any]:
         return list(given)  # type: ignore[call-overload, no-any-return]
     except TypeError:
         raise InvalidRequest(f"expected a list, got {type(given).__name__}", path=path) from None
+
+
+def with_fields(record: bytes, content_type: str, fields: Mapping[str, str | int]) -> bytes:
+    """`record` with these fields in the place of its own; all else keeps its bytes.
+
+    Raises `InvalidRequest` for a record that is no map.
+    """
+    codec: Any = msgspec.json if content_type == JSON else msgspec.msgpack
+    try:
+        parts = codec.decode(record, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequest("no map of names and values", path="$") from None
+    raw = {name: msgspec.Raw(codec.encode(value)) for name, value in fields.items()}
+    return bytes(codec.encode({**parts, **raw}))

@@ -7,6 +7,7 @@ parameter that is not known is refused by name; no message and no repr holds a p
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -20,8 +21,10 @@ REPLY_PREFIX = "embedstream.replies."
 
 
 class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A Redis (6.2 or newer) or Valkey server and the stream that the service reads.
+    """A Redis (6.2 or newer) or Valkey server and the stream, or list, that the service reads.
 
+    key           the list, where the service reads one instead of a stream
+    take_from     the end of the list that the service takes from; requests are pushed to the other one
     nodes         further sentinels or nodes of a cluster, ``host:port``
     sentinel      host and nodes are sentinels, and this is what they call the service
     cluster       host and nodes are nodes of a Redis Cluster
@@ -45,6 +48,8 @@ class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     sentinel_password: str | None = None
     cluster: bool = False
     stream: str = REQUESTS
+    key: str | None = None
+    take_from: Literal["right", "left"] = "right"
     reply_prefix: str = REPLY_PREFIX
 
     needs: ClassVar[str] = "redis"
@@ -54,7 +59,13 @@ class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     def address(self) -> str:
         """Without user and password: fit for messages."""
         where = ",".join([f"{self.host}:{self.port}", *self.nodes])
-        return f"{'rediss' if self.tls else 'redis'}://{where}/{self.db}"
+        kind = "redis" if self.key is None else "redis-list"
+        return f"{kind.replace('redis', 'rediss') if self.tls else kind}://{where}/{self.db}"
+
+    @property
+    def queue(self) -> str:
+        """The stream or list that requests are put into."""
+        return self.stream if self.key is None else self.key
 
     def servers(self) -> list[tuple[str, int]]:
         """Host and port of every server that is named."""
@@ -62,7 +73,8 @@ class RedisEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return [(self.host, self.port), *((host, int(port)) for host, _, port in more)]
 
     def __repr__(self) -> str:
-        return f"RedisEndpoint({self.address}, stream={self.stream})"
+        kind = "stream" if self.key is None else "key"
+        return f"RedisEndpoint({self.address}, {kind}={self.queue})"
 
 
 class KafkaEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +117,7 @@ def parse_url(url: str) -> Endpoint:
 
     - ``redis://[user:password@]host[:port][/db][?stream=name]``, ``rediss://`` for TLS; a path that
       is no number is the stream: ``redis://host/embedstream.requests``
+    - ``redis-list://host[:port][/db or /key][?key=name]``, ``rediss-list://``: the service reads a list
     - ``redis://host:port,host:port/...?sentinel=NAME``: the hosts are sentinels; ``?cluster=true``: nodes
       of a Redis Cluster
     - ``kafka://host[:port][,host:port][/topic][?reply_topic=name]``
@@ -113,9 +126,9 @@ def parse_url(url: str) -> Endpoint:
     Raises `ValueError` with one line that names what is wrong.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "kafka"):
+    if parts.scheme not in ("redis", "rediss", "redis-list", "rediss-list", "kafka"):
         raise ValueError(
-            f"unknown scheme {parts.scheme[:20]!r}: use redis://, rediss:// or kafka://"
+            f"unknown scheme {parts.scheme[:20]!r}: use redis://, rediss://, redis-list:// or kafka://"
         )
     if not url.startswith(f"{parts.scheme}://"):
         raise ValueError(f"{parts.scheme}: write two slashes, {parts.scheme}://host:port")
@@ -133,7 +146,8 @@ def _redis(parts: SplitResult) -> RedisEndpoint:
             "redis: the port is no number from 1 to 65535 (write a '/', '@' or ':' in a password as "
             "%2F, %40 or %3A)"
         ) from None
-    values: dict[str, Any] = {"tls": parts.scheme == "rediss"}
+    is_list = parts.scheme.endswith("-list")
+    values: dict[str, Any] = {"tls": parts.scheme.startswith("rediss")}
     default = SENTINEL_PORT if "sentinel=" in parts.query else REDIS_PORT
     if host:
         values["host"] = host
@@ -149,8 +163,11 @@ def _redis(parts: SplitResult) -> RedisEndpoint:
     if path.isascii() and path.isdigit():
         values["db"] = int(path)
     elif path:
-        values["stream"] = path
-    endpoint = _convert(parts, values, RedisEndpoint)
+        values["key" if is_list else "stream"] = path
+    not_here = {"stream"} if is_list else {"key", "take_from"}
+    endpoint = _convert(parts, values, RedisEndpoint, not_here=not_here)
+    if is_list and endpoint.key is None:
+        endpoint = msgspec.structs.replace(endpoint, key=REQUESTS)
     if endpoint.cluster and (endpoint.sentinel is not None or endpoint.db):
         raise ValueError("redis: a cluster has no sentinels, and database 0 only")
     if others and not endpoint.cluster and endpoint.sentinel is None:
@@ -174,8 +191,14 @@ def _kafka(parts: SplitResult) -> KafkaEndpoint:
     return _convert(parts, values, KafkaEndpoint)
 
 
-def _convert(parts: SplitResult, values: dict[str, Any], cls: type[EndpointT]) -> EndpointT:
-    known = {field.name for field in msgspec.structs.fields(cls)}
+def _convert(
+    parts: SplitResult,
+    values: dict[str, Any],
+    cls: type[EndpointT],
+    *,
+    not_here: AbstractSet[str] = frozenset(),
+) -> EndpointT:
+    known = {field.name for field in msgspec.structs.fields(cls)} - not_here
     for pair in parts.query.split("&") if parts.query else ():
         name, _, text = pair.partition("=")
         if name not in known:
