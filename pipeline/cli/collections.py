@@ -1,4 +1,4 @@
-"""The commands over collections: `index` (and `index status`), `search`. Options only.
+"""The commands over collections: `index` (and `index status`), `search`, `reindex`. Options only.
 
 Who calls it: `pipeline.cli.commands` adds them to the command line.
 What must stay true: as there: nothing heavy is imported before a command runs.
@@ -119,6 +119,62 @@ def search(
             rerank=rerank,
             watch=watch,
             prompt_name=prompt_name,
+            model=model,
+            config=config,
+            overrides=set_ or [],
+        )
+    )
+
+
+def reindex(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The collection that there is.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="URL", help="The new one; it is made, or gone on with.")
+    ],
+    alias: Annotated[
+        str | None,
+        typer.Option("--alias", help="Let this name lead readers to the new one, at the end."),
+    ] = None,
+    sample: Annotated[
+        int, typer.Option("--sample", min=0, max=10_000, help="Chunks to compare both with.")
+    ] = 100,
+    prompt: Annotated[str | None, typer.Option(help="Text put before each chunk.")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="The model's prompt for it.")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Size, where vectors can be cut.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option("--chunk-tokens", help="Tokens of a chunk; else what fits.")
+    ] = None,
+    overlap: Annotated[int | None, typer.Option("--overlap", help="As for `index`.")] = None,
+    by: Annotated[
+        Literal["sentences", "markdown", "tokens"] | None,
+        typer.Option("--by", help="As for `index`."),
+    ] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """A collection again, for another model, while it serves.
+
+    From the text that the first one stores. A route of --config that writes into the new collection says model,
+    prompt and cutting; without one the options do. Cut short, it is run again and goes on.
+
+    \b
+    embedstream reindex lance://index#docs --to lance://index#docs2 --model bge-small-en-v1.5
+    """
+    from pipeline.cli import reindex as room
+
+    return room.reindex(
+        room.ReindexCommand(
+            url=url,
+            to=to,
+            alias=alias,
+            sample=sample,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            by=by,
             model=model,
             config=config,
             overrides=set_ or [],

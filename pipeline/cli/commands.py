@@ -182,6 +182,7 @@ for _command in (
     questions.classify,
     collections.index,
     collections.search,
+    collections.reindex,
     sign.sign,
 ):
     app.command()(_command)

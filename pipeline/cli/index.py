@@ -62,13 +62,14 @@ def index(command: IndexCommand) -> int:
     from pipeline.demo.catalog import demo_models
 
     configure_one_off_logging()
-    flags = {**_route_flags(command), **_model_flags(command.model)}
+    flags = {**_route_flags(command), **model_flags(command.model)}
     settings = load_settings(command.config, command.overrides, flags, default_models=demo_models())
     routes = tuple(route for route in settings.routes if route.name == "files")
     return run_async(_index(command, msgspec.structs.replace(settings, routes=routes)))
 
 
-def _model_flags(model: str | None) -> dict[str, str]:
+def model_flags(model: str | None) -> dict[str, str]:
+    """`--model` as a flag of the settings."""
     if model is None:
         return {}
     return {f"models.{(Path(model).name or model).replace('.', '-')}.path": model}
@@ -131,7 +132,7 @@ async def _index(command: IndexCommand, settings: Settings) -> int:
     written = counts.by_outcome.get("written", 0)
     unchanged = source.n_settled - sink.n_failed - written
     say(
-        f"{_shown(command.to)}: {written} documents written, {unchanged} there already, "
+        f"{shown(command.to)}: {written} documents written, {unchanged} there already, "
         f"{sink.n_failed} failed"
     )
     if source.n_released:
@@ -153,7 +154,8 @@ class _Counts(NoMetrics):
             self.by_outcome[outcome] = self.by_outcome.get(outcome, 0) + int(value)
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
+    """An address without its password."""
     from pipeline.redact import redact
 
     return redact(url)
@@ -163,7 +165,8 @@ def _shown(url: str) -> str:
 
 
 @asynccontextmanager
-async def _reading(url: str) -> AsyncIterator[Collection]:
+async def reading(url: str) -> AsyncIterator[Collection]:
+    """An existing collection. Raises `OperatorError`, also for what the store says inside the block."""
     from pipeline.indexing.identity import WrongCollection
     from pipeline.indexing.sinks.base import StoreUnavailable
     from pipeline.indexing.sinks.registry import open_collection
@@ -195,7 +198,7 @@ async def _status(url: str) -> None:
 
     from rich.table import Table
 
-    async with _reading(url) as collection:
+    async with reading(url) as collection:
         told = await collection.status()
     identity = told.identity
     table = Table(show_header=False)
@@ -238,7 +241,7 @@ def search(command: SearchCommand) -> int:
     settings = load_settings(
         command.config,
         command.overrides,
-        _model_flags(command.model),
+        model_flags(command.model),
         default_models=demo_models(),
     )
     run_async(_search(command, settings))
@@ -248,9 +251,11 @@ def search(command: SearchCommand) -> int:
 async def _search(command: SearchCommand, settings: Settings) -> None:
     from pipeline.oneoff import run_inproc
 
-    async with _reading(command.url) as collection:
+    async with reading(command.url) as collection:
         assert collection.identity is not None
-        async with run_inproc(_needed(settings, command.rerank)) as service:
+        async with run_inproc(
+            settings if command.rerank else embedding_models(settings)
+        ) as service:
             name = _model_of(service, collection, settings)
             vector = await _embedded(service, name, command)
             changed: int | None = -1
@@ -264,10 +269,8 @@ async def _search(command: SearchCommand, settings: Settings) -> None:
                 await asyncio.sleep(WATCH_S)
 
 
-def _needed(settings: Settings, rerank: bool) -> Settings:
-    """Without the models that only rerank, unless they are asked for."""
-    if rerank:
-        return settings
+def embedding_models(settings: Settings) -> Settings:
+    """The settings without the models that are there for something else."""
     models = {
         name: model
         for name, model in settings.models.items()
@@ -297,11 +300,12 @@ async def _embedded(service: InprocService, name: str, command: SearchCommand) -
     request = {"id": "search", "task": "embed", "model": name, "input": command.question}
     if prompt is not None:
         request["prompt_name"] = prompt
-    reply = await _asked(service, request)
+    reply = await _asked_once(service, request)
     return np.frombuffer(reply.items[0].embedding or b"", dtype="<f4")
 
 
-async def _asked(service: InprocService, request: dict[str, Any]) -> Any:
+async def asked(service: InprocService, request: dict[str, Any]) -> Any:
+    """The reply to a request for this process's own service. Raises `OperatorError` for a failure."""
     import msgpack
 
     from schemas.codec import decode_reply
@@ -310,8 +314,14 @@ async def _asked(service: InprocService, request: dict[str, Any]) -> Any:
 
     records = await service.request(msgpack.packb(request), {CONTENT_TYPE: MSGPACK.encode()})
     reply = decode_reply(records[0].body, records[0].headers)
-    error = reply.error if isinstance(reply, FailureReply) else reply.items[0].error
-    if error is not None:
+    if isinstance(reply, FailureReply):
+        raise OperatorError(f"{reply.error.code}: {reply.error.message}")
+    return reply
+
+
+async def _asked_once(service: InprocService, request: dict[str, Any]) -> Any:
+    reply = await asked(service, request)
+    if (error := reply.items[0].error) is not None:
         raise OperatorError(f"{error.code}: {error.message}")
     return reply
 
@@ -327,7 +337,7 @@ async def _found(
         "id": "rerank", "task": "rerank", "query": command.question, "documents": documents,
         "top_n": command.k, "truncate": "right",
     }  # fmt: skip
-    reply = await _asked(service, request)
+    reply = await _asked_once(service, request)
     import dataclasses
 
     return [
