@@ -83,7 +83,7 @@ NOTES: dict[str, str] = {
     "deberta-v2": "attention item by item, everything else packed; with `conv_kernel_size` padded",
     "internlm2": "code of the folder, `trust_remote_code`; never loaded here, the path is tested with a "
     "Qwen2 reward model",
-    "jina_embeddings_v3": "without task adapters",
+    "jina_embeddings_v3": "task adapters by `prompt_name`, equal to peft's",
     "qwen3_moe": "expert blocks item by item, everything else packed",
     "granite": "label tokens are read with its `logits_scaling`; no classifier in transformers",
     "modernbert-decoder": "label tokens are refused: its vocabulary head has a layer before it",

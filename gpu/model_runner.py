@@ -18,11 +18,13 @@ from gpu.answer.looked_up import QueryTable
 from gpu.answer.maxsim import against_queries
 from gpu.answer.outputs import Outputs
 from gpu.batch import ItemOutcome, PackedBatch
+from gpu.faults import ModelLoadError
 from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
 from gpu.forward.packed import PackedForward
 from gpu.forward.proven import ProvenModel, load_proven
+from gpu.forward.task_adapters import by_adapter
 from gpu.pooler import segments_of
 from gpu.runner import BaseRunner, OnPhase
 
@@ -35,6 +37,10 @@ class ModelRunner(BaseRunner):
     def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
         spec, settings, on_cpu = self.spec, self.settings, self.device.type == "cpu"
         speed.check_possible(settings.speed, device=self.device, dtype=self.dtype, prepack=prepack)
+        if spec.task_adapters and (settings.speed, settings.cuda_graphs) != ("off", "off"):
+            raise ModelLoadError(
+                f"model {self.name}: speed and cuda_graphs know no task adapters; set both to off"
+            )
         checked = load_proven(
             spec, settings,
             name=self.name, device=self.device, dtype=self.dtype, prepack=prepack,
@@ -66,6 +72,11 @@ class ModelRunner(BaseRunner):
         return super().forward(batch) if found is None else found
 
     def _compute(self, batch: PackedBatch) -> list[ItemOutcome]:
+        if self.spec.task_adapters:
+            return by_adapter(batch, self.spec.task_adapters, self._computed)
+        return self._computed(batch)
+
+    def _computed(self, batch: PackedBatch) -> list[ItemOutcome]:
         shared = None if self._sharing is None else self._sharing.states(batch)
         hidden, segments = shared or (
             self._forward(batch), segments_of(batch, self.spec.skipped_pad)

@@ -33,6 +33,15 @@ def expanded(item: EncodedItem, expansion: Expansion | None) -> EncodedItem:
     )
 
 
+def named(
+    item: EncodedItem | EmbedstreamError, prompt_name: str | None
+) -> EncodedItem | EmbedstreamError:
+    """The item with the name of its prompt, for models that compute otherwise under another name."""
+    if prompt_name is None or isinstance(item, EmbedstreamError):
+        return item
+    return dataclasses.replace(item, extras={**item.extras, "prompt_name": prompt_name})
+
+
 def of_queries(spec: ModelSpec, prompt_name: str | None) -> tuple[int, Expansion | None]:
     """The limit of texts under that prompt, and what fills them up: queries of ColBERT have their own."""
     vectors = spec.multivector

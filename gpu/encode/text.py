@@ -22,7 +22,7 @@ from gpu.encode.control import ControlTokens
 from gpu.encode.cut import cut_to, empty, known_ids, too_long
 from gpu.encode.joined import as_given, joined
 from gpu.encode.labels import with_labels
-from gpu.encode.late import beside, both_sides, expanded, of_queries
+from gpu.encode.late import beside, both_sides, expanded, named, of_queries
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
 from gpu.encode.prompts import NO_IDS, Prompts
@@ -198,8 +198,7 @@ class TextEncoder:
             return plan
         if request.prompt is None:
             name = request.prompt_name or self.spec.default_prompt_name
-            sides = self.spec.multivector is not None or self.spec.free_queries
-            plan.prompt_name = name if sides else None
+            plan.prompt_name = name if self.spec.names_matter else None
             plan.lead, prompt = self._prompts.lead(name, prompt)
         for item in request.input:
             if isinstance(item, Text):
@@ -256,7 +255,7 @@ class TextEncoder:
                 encoded = self._verbatim(plan, index, item.ids)
             else:
                 encoded = self._image(plan, index, item)
-            items.append(encoded)
+            items.append(named(encoded, plan.prompt_name) if self.spec.task_adapters else encoded)
         # Ids are used as they came: a request of ids alone had no prompt put before it.
         return EncodedRequest(tuple(items), prompt=plan.prompt if plan.texts else None)
 

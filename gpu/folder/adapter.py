@@ -1,4 +1,4 @@
-"""LoRA adapters: a folder that holds the differences to a base model, which lies elsewhere.
+"""LoRA adapters: a folder that holds the differences to a base model, or several beside its weights.
 
 Who calls it: `gpu.folder.read`; `gpu.forward.weights` merges what is read here.
 What must stay true: JSON and names only; an adapter whose base is not at hand, or whose numbers this engine
@@ -7,6 +7,7 @@ would not merge as peft computes them, is refused with what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,15 @@ def read_adapter(transformer: Path, keys: KeyReader, *, offline: bool) -> Adapte
             f"{transformer}: an adapter to {name}, which is not at hand ({error}); fetch it, or write its "
             f"folder into {ADAPTER} as base_model_name_or_path"
         ) from error
-    meaning = {
+    return Adapter(transformer, base, _meaning(config))
+
+
+def _meaning(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         name: sorted(value) if isinstance(value, list) else value
         for name, value in config.items()
         if name not in _NO_MEANING
     }
-    return Adapter(transformer, base, meaning)
 
 
 def tokenizer_folder(transformer: Path, adapter: Adapter | None) -> Path:
@@ -74,3 +78,55 @@ def tokenizer_folder(transformer: Path, adapter: Adapter | None) -> Path:
     if adapter is None or any((transformer / name).is_file() for name in TOKENIZER_FILES):
         return transformer
     return adapter.base
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAdapter:
+    """One of several adapters in a model's own folder. name: of its folder."""
+
+    name: str
+    folder: Path
+    meaning: Mapping[str, Any]
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+def read_task_adapters(
+    transformer: Path, prompts: Mapping[str, str], keys: KeyReader
+) -> dict[str, TaskAdapter]:
+    """Prompt name -> adapter: every prompt that is named as an adapter's folder is, "." and "-" read as
+    "_", and each folder's own name where no prompt is. Raises `ModelLoadError`."""
+    found: dict[str, TaskAdapter] = {}
+    for path in sorted(transformer.glob(f"*/{ADAPTER}")):
+        config = read_json(path)
+        keys.check(path, config, ADAPTER)
+        if not (path.parent / WEIGHTS).is_file():
+            raise ModelLoadError(f"{path.parent}: {ADAPTER} without {WEIGHTS}")
+        for name in ("use_dora", "lora_bias"):
+            if config.get(name):
+                raise ModelLoadError(f"{path}: {name} of a task adapter is not computed here")
+        if config.get("bias", "none") != "none":
+            raise ModelLoadError(
+                f"{path}: bias = {config['bias']!r} of a task adapter is not computed here"
+            )
+        name = path.parent.name
+        adapter = TaskAdapter(name, path.parent, _meaning(config))
+        named = [one for one in prompts if re.sub(r"[.-]", "_", one) == name]
+        found |= dict.fromkeys(named or [name], adapter)
+    return found
+
+
+def task_fields(transformer: Path, prompts: Mapping[str, str], keys: KeyReader) -> dict[str, Any]:
+    """Fields of the `ModelSpec`: the adapters, and a prompt of no text for each that has none."""
+    found = read_task_adapters(transformer, prompts, keys)
+    return {"task_adapters": found, "prompts": {**dict.fromkeys(found, ""), **prompts}}
+
+
+def task_notes(adapters: Mapping[str, TaskAdapter]) -> tuple[str, ...]:
+    """One sentence where there are some."""
+    names = ", ".join(sorted(adapters))
+    return (f"these prompt names pick a task adapter: {names}; without one none is used",) * bool(
+        names
+    )

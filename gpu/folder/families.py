@@ -53,6 +53,7 @@ class Family:
     wrapper: what `gpu.forward.wrappers` changes so that it can; None: nothing has to be.
     remote: no row of this table: its class is code in the model folder.
     loads_as: transformers class of an embedding model where AutoModel would give another one.
+    task_adapters: folders in the model's own hold LoRA adapters, which a prompt's name picks.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     remote: bool = False
     wrapper: Wrapper | None = None
     loads_as: str | None = None
+    task_adapters: bool = False
 
 
 def _decoder(model_type: str, **changes: Any) -> Family:
@@ -123,7 +125,7 @@ _ROWS = (
     Family("mpnet", position_offset="pad_token", mlm="lm_head", wrapper="mpnet"),
     Family("albert", head="albert"),
     Family("gte", learned_positions=False, head="pooler_classifier"),
-    Family("jina_embeddings_v3", learned_positions=False),
+    Family("jina_embeddings_v3", learned_positions=False, task_adapters=True),
     Family("eurobert", learned_positions=False, head="eurobert"),
     Family("deberta-v2", head="deberta", wrapper="deberta"),
     Family("rembert", head="pooler_classifier", wrapper="rembert"),

@@ -95,6 +95,10 @@ def fingerprint_of(
             parts[name] = repr(meaning[name])
     if (adapter := meaning.get("adapter")) is not None:
         parts["adapter"] = [adapter.meaning, file_sha256(adapter.weights)]
+    if adapters := meaning.get("task_adapters"):
+        parts["task_adapters"] = {
+            name: [one.meaning, file_sha256(one.weights)] for name, one in adapters.items()
+        }
     if meaning.get("vision") is not None:
         parts["vision"] = meaning["vision"]
     for name in ("sparse", "multivector"):

@@ -358,6 +358,22 @@ FOLDER_CONFIG: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"library": _TF, "inert": "vision_token_id max_window_layers"},
     "clip": {"library": _TF, "inert": "logit_scale_init_value"},
     "siglip": {"library": _TF, "inert": "initializer_factor logit_scale_init_value"},
+    "xlm-roberta": {
+        "library": _TF,
+        "only": dict.fromkeys(
+            (
+                "load_trained_adapters",
+                "lora_adaptations",
+                "task_instructions",
+                "lora_rank",
+                "emb_pooler",
+            ),
+            (
+                (),
+                "this is jina-embeddings-v3 with code of its own; take jinaai/jina-embeddings-v3-hf",
+            ),
+        ),
+    },
     "t5": {"library": _TF, "inert": "n_positions"},
     "mt5": {"library": _TF, "inert": "n_positions"},
     "umt5": {"library": _TF, "inert": "n_positions"},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.faults import ModelLoadError
-from gpu.folder.adapter import read_adapter, tokenizer_folder
+from gpu.folder.adapter import read_adapter, task_fields, task_notes, tokenizer_folder
 from gpu.folder.chat import read_chat
 from gpu.folder.config_keys import READ_BY_TYPE
 from gpu.folder.decoders import (
@@ -140,6 +140,9 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
             notes = (*notes, JOINED)
     else:
         answer = embed_fields(folder, family, config, modules, said)
+        if family.task_adapters:
+            common |= task_fields(transformer, common["prompts"], keys)
+            notes = (*notes, *task_notes(common["task_adapters"]))
         parts = answer["sparse"], answer["multivector"]
         if has_sides(*parts, dense=answer.get("pooling") is not None):
             common |= side_fields(folder, common, answer["multivector"])

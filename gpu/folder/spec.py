@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.folder.adapter import Adapter
+from gpu.folder.adapter import Adapter, TaskAdapter
 from gpu.folder.chat import ChatForm
 from gpu.folder.families import LAST_TOKEN_HEADS, Family
 from gpu.folder.modules import DenseSpec
@@ -57,6 +57,7 @@ class ModelSpec:
     between them. sparse, multivector: the other
     outputs, computed from the same forward. calls: how texts become ids. honoured: keys of the folder's
     files that were obeyed, for `embedstream check`. chat: every text goes through a chat template.
+    task_adapters: prompt name -> adapter that texts under it go through.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class ModelSpec:
     calls: Calls = field(default_factory=Calls)
     honoured: tuple[str, ...] = ()
     adapter: Adapter | None = None
+    task_adapters: Mapping[str, TaskAdapter] = field(default_factory=dict)
     chat: ChatForm | None = None
 
     @property
@@ -101,6 +103,11 @@ class ModelSpec:
     def free_queries(self) -> bool:
         """Queries go through no model: their tokens have weights of their own."""
         return isinstance(self.sparse, SpladeSpec) and self.sparse.query_table is not None
+
+    @property
+    def names_matter(self) -> bool:
+        """A prompt's name changes more than the text before a text."""
+        return self.multivector is not None or self.free_queries or bool(self.task_adapters)
 
     @property
     def outputs(self) -> tuple[Output, ...]:

@@ -22,6 +22,7 @@ from gpu.folder.spec import ModelSpec
 from gpu.forward.lora import merged
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
+from gpu.forward.task_adapters import with_task_adapters
 from gpu.forward.wrappers import wrap
 
 # Buffers that older transformers saved and newer ones compute.
@@ -93,6 +94,8 @@ def load_model(
     notes = _check_keys(spec, report)
     if spec.adapter is not None:
         model = merged(model, spec.adapter)
+    if spec.task_adapters:
+        model = with_task_adapters(model, spec.task_adapters)
     if spec.causal is not None:
         model.config.is_causal = spec.causal
     model.eval().requires_grad_(False)

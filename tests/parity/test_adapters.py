@@ -13,8 +13,8 @@ import pytest
 from gpu.batch import pack, scatter
 from gpu.faults import ModelLoadError
 from gpu.load import make_runner_factory
-from schemas.requests import EmbedRequest, Text
-from tests.support.models import edit_json, write_adapter, write_model
+from schemas.requests import EmbedRequest, Text, TokenIds
+from tests.support.models import edit_json, write_adapter, write_model, write_task_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
 TEXTS = ["hello world", "kafka", "the capital of china is beijing", "x", "a river " * 9]
@@ -105,3 +105,96 @@ def test_without_peft_the_message_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelLoadError, match=r"embedstream\[peft\]"):
         make_runner_factory("a", adapter)()
+
+
+TASKS = ("retrieval_query", "text_matching", "separation")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """jina-embeddings-v3 in transformers' form: two prompts are named as two of its adapters are."""
+    prompts = {"retrieval.query": "query: ", "text-matching": ""}
+    root = tmp_path_factory.mktemp("tasks")
+    folder = write_model(root / "m", "jina_embeddings_v3", prompts=prompts)
+    return write_task_adapters(folder, *TASKS)
+
+
+@pytest.fixture(scope="module")
+def runner(tasks: Path) -> Any:
+    return make_runner_factory("m", tasks)()
+
+
+def asked(runner: Any, name: str | None, *inputs: Any, **fields: Any) -> list[Any]:
+    request = EmbedRequest(id="r", input=inputs, prompt_name=name, **fields)
+    return list(runner.encoder.encode([request])[0].items)
+
+
+def computed(runner: Any, items: list[Any]) -> list[np.ndarray]:
+    batch = pack(items)
+    return [outcome.dense for outcome in scatter(batch, runner.forward(batch))]
+
+
+def test_a_prompts_name_picks_the_adapter_of_that_name(tasks: Path, runner: Any) -> None:
+    """A01, A10: as peft's own forward with that adapter active; without a name, the model as it is."""
+    from peft import PeftModel
+    from sentence_transformers import SentenceTransformer
+
+    assert runner.info.prompts == ("retrieval.query", "separation", "text-matching")
+    library = SentenceTransformer(str(tasks), device="cpu")
+    first: Any
+    want: dict[str | None, Any] = {None: library.encode(TEXTS)}
+    named = {"retrieval.query": TASKS[0], "text-matching": TASKS[1], "separation": TASKS[2]}
+    for name, task in named.items():
+        library = SentenceTransformer(str(tasks), device="cpu")
+        first = library[0]
+        first.auto_model = PeftModel.from_pretrained(first.auto_model, str(tasks / task)).eval()
+        prompt = {"prompt": "query: "} if name == "retrieval.query" else {}
+        want[name] = library.encode(TEXTS, **prompt)
+    for name, expected in want.items():
+        got = computed(runner, asked(runner, name, *map(Text, TEXTS)))
+        assert np.abs(np.stack(got) - expected).max() <= 1e-5, name
+        assert name is None or np.abs(expected - want[None]).max() > 0.01, "it changes nothing"
+
+
+def test_texts_of_several_adapters_in_one_pack_get_the_bytes_they_get_alone(runner: Any) -> None:
+    """A06: also ids as they came, and texts cut into chunks."""
+    items = []
+    for name in (None, "retrieval.query", "separation", "text-matching"):
+        items += asked(runner, name, *map(Text, TEXTS), TokenIds((0, 9, 8, 2)))
+        items += asked(runner, name, Text("a river " * 90), aggregate="mean")
+    alone = [computed(runner, [item])[0].tobytes() for item in items]
+    assert len({*alone}) == len(items)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        order = rng.permutation(len(items))
+        for got, i in zip(computed(runner, [items[i] for i in order]), order, strict=True):
+            assert got.tobytes() == alone[i], i
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"use_dora": True}, "use_dora of a task adapter"),
+        ({"bias": "all"}, "bias = 'all' of a task adapter"),
+        ({"scale_of_the_moon": 2}, "scale_of_the_moon .*ignore_keys"),
+        ({"target_modules": ["q_proj"]}, "the adapter does not fit m: "),
+    ],
+)
+def test_a_task_adapter_that_would_be_computed_wrong_is_refused(
+    tasks: Path, tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
+    folder = Path(shutil.copytree(tasks, tmp_path / "m"))
+    edit_json(folder / "separation" / "adapter_config.json", **changes)
+    with pytest.raises(ModelLoadError, match=what):
+        make_runner_factory("m", folder)()
+
+
+def test_task_adapters_are_part_of_the_fingerprint_and_go_with_no_other_shape(
+    tasks: Path, runner: Any, tmp_path: Path
+) -> None:
+    """K09"""
+    folder = Path(shutil.copytree(tasks, tmp_path / "m"))
+    edit_json(folder / "separation" / "adapter_config.json", lora_alpha=7)
+    assert make_runner_factory("m", folder)().info.fingerprint != runner.info.fingerprint
+    with pytest.raises(ModelLoadError, match="know no task adapters"):
+        make_runner_factory("m", folder, cuda_graphs="auto")()

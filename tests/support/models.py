@@ -320,6 +320,30 @@ def write_adapter(folder: Path, base: Path, **lora: Any) -> Path:
     return folder
 
 
+def write_task_adapters(folder: Path, *names: str, **lora: Any) -> Path:
+    """LoRA adapters in folders of those names beside the weights of the model in `folder`, each its own,
+    on linears and on the word embeddings."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel
+
+    wanted: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj", "fc1", "word_embeddings"],
+    }
+    for seed, name in enumerate(names):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            config = LoraConfig(task_type="FEATURE_EXTRACTION", **(wanted | lora))
+            model = get_peft_model(AutoModel.from_pretrained(folder), config)
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_" in parameter_name:
+                    torch.nn.init.normal_(parameter.data, std=0.2)
+            model.save_pretrained(folder / name, save_embedding_layers=False)
+    return folder
+
+
 def write_tokenizer(
     folder: Path, tokenizer: Any, names: dict[str, str], *, segments: bool = False
 ) -> None:

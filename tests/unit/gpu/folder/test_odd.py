@@ -78,6 +78,11 @@ def nomic_moe(folder: Path) -> None:
     edit_json(folder / "config.json", num_experts=8, moe_top_k=2)
 
 
+def jina_code(folder: Path) -> None:
+    write_model(folder, "xlm-roberta")
+    edit_json(folder / "config.json", lora_adaptations=["retrieval.query"], lora_alpha=1)
+
+
 def csr(folder: Path) -> None:
     write_model(folder, "bert", normalize=False)
     modules = json.loads((folder / "modules.json").read_text())
@@ -108,6 +113,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a layerwise MiniCPM": (typed("minicpm", code=True), "head behind each layer"),
     "a bidirectional Llama (Nemotron)": (typed("llama_bidirec", code=True), "`LlamaModel`"),
     "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
+    "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),
     "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),
     "a SparseAutoEncoder (CSR)": (csr, "SparseAutoEncoder"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
