@@ -95,7 +95,7 @@ def by_adapter(
     groups: dict[str | None, list[int]] = {}
     for row, item in enumerate(batch.items):
         picked = adapters.get(item.extras.get("prompt_name", ""))
-        groups.setdefault(picked and picked.name, []).append(row)
+        groups.setdefault(None if picked is None else picked.name, []).append(row)
     found: dict[int, ItemOutcome] = {}
     for name, rows in groups.items():
         # `pack` is a stable sort and the rows are sorted already, so rows keep their order.
