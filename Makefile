@@ -17,7 +17,7 @@ INDEX_STAMP := $(VENV)/.embedstream-index
 DEV_STAMP := $(VENV)/.embedstream-dev
 BENCH_STAMP := $(VENV)/.embedstream-bench
 
-.PHONY: help env demo demo-index up test faults check bench chaos clean
+.PHONY: help env demo demo-index up test stores faults check bench chaos clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +25,8 @@ help:
 	@echo 'make demo-index  pages of docs/ into a LanceDB folder, and questions (about a minute)'
 	@echo 'make env     the environment alone, in .venv: what docs/tutorial.md begins with'
 	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
-	@echo 'make test    every test that this machine can run, but for those of make faults'
+	@echo 'make test    every test that this machine can run, but for those of make faults and make stores'
+	@echo 'make stores  the vector stores whose servers take seconds to start (OPENSEARCH_HOME)'
 	@echo 'make faults  kill -9, outages, rebalances and signals, on real brokers (some minutes)'
 	@echo 'make chaos   ROUNDS=100 of every fault in both delivery modes, each id reconciled in chaos.jsonl, then'
 	@echo '             as many kills (-9) while 20,000 documents are indexed; needs a real Kafka (some hours)'
@@ -66,7 +67,10 @@ up: $(DEMO_STAMP)
 	$(BIN)/embedstream up $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(findstring tests/,$(ARGS)),,--ignore=tests/fault) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(findstring tests/,$(ARGS)),,--ignore=tests/fault -m 'not heavy_store') $(ARGS)
+
+stores: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m heavy_store tests/conformance $(ARGS)
 
 faults: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/fault $(ARGS)

@@ -14,7 +14,16 @@ import pytest
 
 from tests.support.servers import ServerInfo, kafka_ladder, redis_ladder
 
-_SERVER_MARKERS = ("kafka", "real_kafka", "schema_registry", "redis", "model", "docker", "gpu")
+_SERVER_MARKERS = (
+    "kafka",
+    "real_kafka",
+    "schema_registry",
+    "redis",
+    "model",
+    "docker",
+    "gpu",
+    "heavy_store",
+)
 _SAME_SUITE = "has just run"
 """A skip with these words is no gap: the ladder led to the same server twice."""
 

@@ -67,6 +67,7 @@ class LocalServer(ABC):
 
     kind: ClassVar[str]
     label: ClassVar[str]
+    start_timeout_s: ClassVar[float] = START_TIMEOUT_S
 
     def __init__(self, data_dir: Path | None = None, *, port: int | None = None) -> None:
         self.host = HOST
@@ -214,7 +215,7 @@ class LocalServer(ABC):
     async def _wait_ready(self) -> None:
         assert self._process is not None
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(self.start_timeout_s):
                 while not await self._answers():
                     if self._process.poll() is not None:
                         raise LocalServerError(
@@ -224,7 +225,7 @@ class LocalServer(ABC):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise LocalServerError(
-                f"{self.label} gave no answer on {self.address} within {START_TIMEOUT_S:g} s; "
+                f"{self.label} gave no answer on {self.address} within {self.start_timeout_s:g} s; "
                 f"its output is in {self.log_path}"
             ) from None
 

@@ -7,6 +7,7 @@ What must stay true: one server per session, one collection per test; a skip say
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -85,5 +86,49 @@ def new_postgres(**settings: str) -> PostgresServer:
     if os.getuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("PostgreSQL does not run as root, and setpriv is not installed")
     server = PostgresServer(settings=settings)
+    _started.append(server)
+    return server
+
+
+class OpenSearchServer(LocalServer):
+    """A real OpenSearch node with k-NN from `OPENSEARCH_HOME`; Java runs it."""
+
+    kind = "beside"
+    label = "OpenSearch"
+    start_timeout_s = 120.0
+
+    def __init__(self, home: Path, *, settings: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.home = home
+        self.settings = dict(settings or {})
+
+    @property
+    def url(self) -> str:
+        """Its address, without a collection."""
+        return f"opensearch://{self.address}"
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str]]:
+        told = [f"{name}={value}" for name, value in self.settings.items()]
+        start = str(self.home / "start.sh")
+        heap = "-Xms256m -Xmx512m -XX:TieredStopAtLevel=1"  # lives for seconds
+        command = ["bash", start, str(self.data_dir / "node"), str(self.port), *told]
+        return command, {"OPENSEARCH_HEAP": heap}
+
+    async def _probe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        path = "/_cluster/health?wait_for_status=yellow&timeout=1s"
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return b" 200 " in head.split(b"\r\n")[0] and json.loads(body)["timed_out"] is False
+
+
+def new_opensearch(**settings: str) -> OpenSearchServer:
+    """An OpenSearch node of the test's own, not started. Dots in names of settings are written `__`."""
+    home = os.environ.get("OPENSEARCH_HOME")
+    if not home:
+        pytest.skip("needs an OpenSearch node with k-NN: set OPENSEARCH_HOME")
+    if shutil.which("java") is None:
+        pytest.skip("OPENSEARCH_HOME is set, and there is no java")
+    told = {name.replace("__", "."): value for name, value in settings.items()}
+    server = OpenSearchServer(Path(home), settings=told)
     _started.append(server)
     return server

@@ -32,6 +32,9 @@ SINKS: dict[str, SinkRow] = {
     "lance": SinkRow("lance", "lancedb", "lance", "lance:///var/lib/index#docs"),
     "qdrant": SinkRow("qdrant", "qdrant_client", "qdrant", "qdrant://localhost:6333#docs"),
     "postgresql": SinkRow("pgvector", "psycopg", "pgvector", "postgresql://user@host/db#docs"),
+    "opensearch": SinkRow(
+        "opensearch", "opensearchpy", "opensearch", "opensearch://localhost:9200#docs"
+    ),
 }
 
 
