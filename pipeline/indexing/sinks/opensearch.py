@@ -379,14 +379,14 @@ def told() -> Iterator[None]:
 
 def collection(url: CollectionUrl) -> OpenSearchCollection:
     """The collection at an address. Raises `ValueError`."""
-    refuse_unknown(url, ("tls", "ca_certs"))
+    refuse_unknown(url, ("tls", "ssl_ca_certs"))
     if url.host is None:
         raise ValueError("opensearch: no host is named: opensearch://localhost:9200#docs")
     tls = url.query.get("tls", "false")
     if tls not in ("true", "false"):
         raise ValueError(f"opensearch: tls is {tls!r}: true or false")
-    if tls == "false" and "ca_certs" in url.query:
-        raise ValueError("opensearch: ca_certs needs tls=true")
+    if tls == "false" and "ssl_ca_certs" in url.query:
+        raise ValueError("opensearch: ssl_ca_certs needs tls=true")
     login = {"http_auth": (url.user, url.password or "")} if url.user else {}
     host = {"host": url.host, "port": url.port or 9200}
     prefix = url.path.strip("/")
@@ -395,6 +395,6 @@ def collection(url: CollectionUrl) -> OpenSearchCollection:
         url.shown,
         hosts=[{**host, "url_prefix": prefix} if prefix else host],
         use_ssl=tls == "true",
-        ca_certs=url.query.get("ca_certs"),
+        ca_certs=url.query.get("ssl_ca_certs"),
         **login,
     )

@@ -35,6 +35,9 @@ SINKS: dict[str, SinkRow] = {
     "opensearch": SinkRow(
         "opensearch", "opensearchpy", "opensearch", "opensearch://localhost:9200#docs"
     ),
+    "redis-vectors": SinkRow(
+        "redis_vectors", "redis", "redis-vectors", "redis-vectors://localhost:6379#docs"
+    ),
 }
 
 
