@@ -112,6 +112,28 @@ class Entry:
     n_chunks: int
     changed_at_ms: int = 0  # epoch
 
+    def to_fields(self) -> dict[str, Any]:
+        """Flat, as a store keeps it."""
+        return {
+            "document_id": self.document_id,
+            "source": self.version.source,
+            "number": self.version.number,
+            "content_hash": self.content_hash,
+            "n_chunks": self.n_chunks,
+            "changed_at_ms": self.changed_at_ms,
+        }
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> Entry:
+        """The inverse of `to_fields`; other fields are not read."""
+        return Entry(
+            fields["document_id"],
+            Version(fields["source"], fields["number"]),
+            fields["content_hash"],
+            fields["n_chunks"],
+            fields["changed_at_ms"],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -1,8 +1,8 @@
 """OpenSearch with k-NN: an index of chunks and one of ledger entries, each behind an alias.
 
 ``opensearch://host:9200#docs``, ``opensearch://user:password@host:9200?tls=true#docs``. `docs` and
-`docs__documents` are aliases of `docs.1` and `docs__documents.1` (or a later number), so that an index
-that was built anew takes their place in one step (`swap`). The identity is the mapping's ``_meta``.
+`docs__documents` are aliases of `docs.1` and `docs__documents.1`: the store can be told to make no index
+for an alias, and other aliases can lead readers there. The identity is the mapping's ``_meta``.
 What must stay true: a missing index is never made by a write; a bulk answer is 200 also when items
 failed, so every item's status is read; a ledger entry is written only over the one that was judged (its
 sequence number says so), so of two writers one is refused and asks again; what is to be found by a
@@ -22,7 +22,7 @@ from opensearchpy.helpers import async_scan
 
 from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
-from pipeline.indexing.records import DELETED, Entry, Version, Write, chunk_id
+from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
     Collection,
     Hit,
@@ -37,6 +37,8 @@ from pipeline.indexing.urls import CollectionUrl, refuse_unknown
 TIMEOUT_S = 30
 MAX_DIMENSIONS = 16_000
 """Of a `knn_vector` in OpenSearch 2.12 and newer."""
+SUFFIX = ".1"
+"""Of an index's own name: no name of a collection holds a dot."""
 _PAGE = 500
 _WHOLE = {"allow_partial_search_results": "false"}  # a shard that is away is an error
 
@@ -46,6 +48,7 @@ class OpenSearchCollection(Collection):
 
     # aiohttp warns that a body of 1 MiB blocks the loop; smaller requests are no slower.
     limits = SinkLimits(max_points=500, max_bytes=960 * 1024)
+    has_aliases = True
 
     def __init__(self, name: str, where: str, **client: Any) -> None:
         super().__init__()
@@ -71,11 +74,44 @@ class OpenSearchCollection(Collection):
                 found = await self._client.indices.get_mapping(index=self.name)
             except exceptions.NotFoundError:
                 return None
-        if len(found) != 1 or self.name in found:
-            raise WrongCollection(f"{self.where} is no alias of one index: name another collection")
         (mapping,) = found.values()
         meta = mapping["mappings"].get("_meta") or {}
         return CollectionIdentity.from_json(meta.get("embedstream"), self.where)
+
+    async def open(self, identity: CollectionIdentity, *, create: bool = True) -> None:
+        """See `Collection`. An alias for readers may name another index tomorrow: it is not written."""
+        await self.connect()
+        if (owner := await self._owner(self.name)) not in (None, self.name):
+            raise WrongCollection(
+                f"{self.where} is an alias of {owner}, and aliases are for readers: write into #{owner}"
+            )
+        await super().open(identity, create=create)
+
+    async def _owner(self, alias: str) -> str | None:
+        """The collection whose index this alias names; None when there is none."""
+        with told():
+            try:
+                found = await self._client.indices.get_alias(name=alias)
+            except exceptions.NotFoundError:
+                return None
+        owner: str = next(iter(found)).removesuffix(SUFFIX)
+        return owner
+
+    async def lead_alias(self, alias: str) -> None:
+        """See `Collection`. Chunks and ledger change their names in one step."""
+        actions: list[Any] = []
+        for name, mine in ((alias, self.name), (f"{alias}__documents", self.ledger)):
+            owner = await self._owner(name)
+            with told():
+                if owner == name or (
+                    owner is None and await self._client.indices.exists(index=name)
+                ):
+                    raise StoreRefused(f"{name} is a collection, not an alias: choose another name")
+            if owner is not None:
+                actions.append({"remove": {"index": owner + SUFFIX, "alias": name}})
+            actions.append({"add": {"index": mine + SUFFIX, "alias": name}})
+        with told():
+            await self._client.indices.update_aliases(body={"actions": actions})
 
     async def create(self, identity: CollectionIdentity) -> None:
         """The ledger first: chunks without one would be unfinished."""
@@ -92,16 +128,12 @@ class OpenSearchCollection(Collection):
         self, alias: str, mapping: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
         with told():
-            if await self._client.indices.exists(index=alias):
-                return
-            there = await self._client.indices.get(index=f"{alias}.*", expand_wildcards="all")
-            number = 1 + max((int(name.rpartition(".")[2]) for name in there), default=0)
             body = {"settings": {"index": settings}, "mappings": mapping, "aliases": {alias: {}}}
             try:
-                await self._client.indices.create(index=f"{alias}.{number}", body=body)
+                await self._client.indices.create(index=alias + SUFFIX, body=body)
             except exceptions.RequestError as error:
                 if error.error != "resource_already_exists_exception":
-                    raise  # another process made it meanwhile
+                    raise  # else it is there
 
     async def read_entries(self, document_ids: Sequence[str]) -> dict[str, Entry]:
         """See `Collection`. By id, which sees what no refresh has shown yet."""
@@ -116,7 +148,7 @@ class OpenSearchCollection(Collection):
                 raise StoreUnavailable(f"the ledger cannot be read: {doc['error']['type']}")
             if doc["found"]:
                 self._judged(doc)
-                entry = _entry(doc["_source"])
+                entry = Entry.from_fields(doc["_source"])
                 entries[entry.document_id] = entry
         return entries
 
@@ -195,16 +227,7 @@ class OpenSearchCollection(Collection):
             condition = dict(self._seen[_entry_id(entry.document_id)])
             action = condition.pop("op_type", "index")
             lines.append({action: {"_id": _entry_id(entry.document_id), **condition}})
-            lines.append(
-                {
-                    "document_id": entry.document_id,
-                    "source": entry.version.source,
-                    "number": entry.version.number,
-                    "content_hash": entry.content_hash,
-                    "n_chunks": entry.n_chunks,
-                    "changed_at_ms": entry.changed_at_ms,
-                }
-            )
+            lines.append(entry.to_fields())
         for item in await self._bulk(self.ledger, lines):
             self._judged(item)
 
@@ -257,33 +280,18 @@ class OpenSearchCollection(Collection):
                     np.asarray(source["embedding"], dtype=np.float32),
                 )
 
-    async def swap(self, built: OpenSearchCollection) -> None:
-        """Give this collection what `built` holds, in one step; what it held is deleted, and `built`
-        is no more. Readers of the alias see one or the other, whole.
-
-        Raises `WrongCollection` when either is not there, `StoreUnavailable`.
-        """
-        identity = await built.read_identity()
-        if identity is None or await self.read_identity() is None:
-            raise WrongCollection(f"{built.where} cannot take the place of {self.where}")
-        actions: list[Any] = []
+    async def entries(self) -> AsyncIterator[Entry]:
+        """See `Collection`."""
         with told():
-            for mine, theirs in ((self.name, built.name), (self.ledger, built.ledger)):
-                old = await self._client.indices.get_alias(name=mine)
-                actions += [{"remove_index": {"index": index}} for index in old]
-                for index in await self._client.indices.get_alias(name=theirs):
-                    actions.append({"add": {"index": index, "alias": mine}})
-                    actions.append({"remove": {"index": index, "alias": theirs}})
-            await self._client.indices.update_aliases(body={"actions": actions})
-        self.identity = identity
+            await self._client.indices.refresh(index=self.ledger)
+            async for hit in async_scan(self._client, index=self.ledger, size=_PAGE):
+                yield Entry.from_fields(hit["_source"])
 
     async def drop(self) -> None:
         """See `Collection`."""
         with told():
             for alias in (self.name, self.ledger):
-                with contextlib.suppress(exceptions.NotFoundError):
-                    for index in await self._client.indices.get_alias(name=alias):
-                        await self._client.indices.delete(index=index)
+                await self._client.indices.delete(index=alias + SUFFIX, ignore_unavailable=True)
 
     async def aclose(self) -> None:
         """See `Collection`."""
@@ -331,16 +339,6 @@ def _filtered(*filters: dict[str, Any]) -> dict[str, Any]:
 def _entry_id(document_id: str) -> str:
     """Beside the chunks' ordinals. One id over 512 bytes would fail its whole request."""
     return chunk_id(document_id, -1)
-
-
-def _entry(source: Mapping[str, Any]) -> Entry:
-    return Entry(
-        source["document_id"],
-        Version(source["source"], source["number"]),
-        source["content_hash"],
-        source["n_chunks"],
-        source["changed_at_ms"],
-    )
 
 
 def _told_of(status: Any, error: Mapping[str, Any]) -> str:

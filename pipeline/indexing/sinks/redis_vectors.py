@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 
 from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity
-from pipeline.indexing.records import DELETED, Entry, Version, Write, chunk_id
+from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
     Collection,
     Hit,
@@ -123,7 +123,7 @@ class RedisVectorCollection(Collection):
         )
         self._check(b"done" if identity == self._identity() else b"gone")
         self._seen = {name: raw or b"" for name, raw in zip(document_ids, found, strict=True)}
-        return {name: _entry(name, raw) for name, raw in self._seen.items() if raw}
+        return {name: Entry.from_fields(json.loads(raw)) for name, raw in self._seen.items() if raw}
 
     def _identity(self) -> bytes:
         assert self.identity is not None
@@ -217,27 +217,30 @@ class RedisVectorCollection(Collection):
     async def count(self) -> tuple[int, int, int | None]:
         """See `Collection`."""
         n_documents, changed = 0, None
+        async for entry in self.entries():
+            n_documents += entry.content_hash != DELETED
+            changed = max(changed or 0, entry.changed_at_ms)
         with told():
-            async for name, raw in self._client.hscan_iter(self.ledger, count=_PAGE):
-                entry = _entry(name.decode(), raw)
-                n_documents += entry.content_hash != DELETED
-                changed = max(changed or 0, entry.changed_at_ms)
             n_chunks = await self._client.execute_command("VCARD", self.name)
         return n_documents, int(n_chunks), changed
 
-    async def rows(self) -> AsyncIterator[Row]:
-        """See `Collection`. A hash that is being changed may be scanned twice in parts."""
-        cursor, seen = 0, set()
+    async def _scan(self, key: str) -> AsyncIterator[dict[str, bytes]]:
+        """A hash in pages, each field once: while it grows it gives some twice."""
+        cursor = 0
+        seen: set[str] = set()
         while True:
             with told():
-                cursor, page = await self._client.hscan(self.reach, cursor, count=_PAGE)
-            ids = [
-                chunk_id(name.decode(), ordinal)
-                for name, n in page.items()
-                for ordinal in range(int(n))
-            ]
-            ids = [one for one in ids if one not in seen]
-            seen.update(ids)
+                cursor, page = await self._client.hscan(key, cursor, count=_PAGE)
+            fields = {name.decode(): value for name, value in page.items()}
+            yield {name: value for name, value in fields.items() if name not in seen}
+            seen.update(fields)
+            if not cursor:
+                return
+
+    async def rows(self) -> AsyncIterator[Row]:
+        """See `Collection`."""
+        async for page in self._scan(self.reach):
+            ids = [chunk_id(name, at) for name, n in page.items() for at in range(int(n))]
             for start in range(0, len(ids), _PAGE):
                 asked = ids[start : start + _PAGE]
                 commands = [(c, self.name, one) for one in asked for c in ("VEMB", "VGETATTR")]
@@ -246,8 +249,12 @@ class RedisVectorCollection(Collection):
                     if vector is not None and raw is not None:
                         numbers = np.asarray([float(x) for x in vector], np.float32)
                         yield Row(one, **_attributes_of(raw), vector=numbers)
-            if not cursor:
-                return
+
+    async def entries(self) -> AsyncIterator[Entry]:
+        """See `Collection`."""
+        async for page in self._scan(self.ledger):
+            for raw in page.values():
+                yield Entry.from_fields(json.loads(raw))
 
     async def drop(self) -> None:
         """See `Collection`. One command: all of it is gone, or nothing."""
@@ -272,14 +279,7 @@ def _attributes_of(raw: Any) -> dict[str, Any]:
 
 
 def _raw(entry: Entry) -> bytes:
-    version = entry.version
-    kept = [version.source, version.number, entry.content_hash, entry.n_chunks, entry.changed_at_ms]
-    return json.dumps(kept).encode()
-
-
-def _entry(document_id: str, raw: bytes) -> Entry:
-    source, number, content_hash, n_chunks, changed_at_ms = json.loads(raw)
-    return Entry(document_id, Version(source, number), content_hash, n_chunks, changed_at_ms)
+    return json.dumps(entry.to_fields(), ensure_ascii=False).encode()
 
 
 @contextlib.contextmanager
