@@ -37,7 +37,7 @@ ViaOption = Annotated[
     typer.Option(
         "--via",
         metavar="URL",
-        help="Ask a running service: redis://host:port[/stream] or kafka://host:port[/topic].",
+        help="Ask a running service: redis://host:port[/stream], redis-list:// or kafka://host:port[/topic].",
     ),
 ]
 OutputOption = Annotated[
