@@ -48,15 +48,29 @@ def leave_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
+def leave_if_abandoned(loop: asyncio.AbstractEventLoop) -> None:
+    """End this coroutine when its event loop was ended under it: whatever it awaits fails from now on."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        raise GeneratorExit
+
+
 async def together(*work: Coroutine[Any, Any, None]) -> None:
     """Run all until one ends; then end the others, and raise what it raised."""
     tasks = [asyncio.get_running_loop().create_task(one) for one in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    except GeneratorExit:  # the event loop was ended under us: nothing can be awaited any more
+        tasks.clear()
+        raise
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._calls import Call, Calls
-from ._links import Backoff, leave_if_cancelled, together
+from ._links import Backoff, leave_if_abandoned, leave_if_cancelled, together
 from ._servers import connect
 from ._urls import RedisEndpoint
 from ._wire.codec import encode_request
@@ -83,6 +83,7 @@ class RedisLink:
         self.reply_to = f"stream:{self._reply_key}"
         self._outbox: deque[_Command] = deque()  # bounded by the calls
         self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.trouble: Exception | None = None
         """Why the server cannot be used at the moment."""
 
@@ -94,6 +95,7 @@ class RedisLink:
         try:
             await together(self._send_forever(sender), self._read_forever(reader))
         finally:
+            leave_if_abandoned(self._loop)
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(reader.unlink(self._reply_key), _CLOSE_S)
             for client in (sender, reader):
@@ -183,6 +185,7 @@ class RedisLink:
                 for answer in answers:
                     self._check_server(answer)
             except Exception as error:  # noqa: BLE001  redis-py, the socket, TLS: all mean no server
+                leave_if_abandoned(self._loop)
                 _note(error)
                 await self._sender_failed(client, batch, error)
                 await asyncio.sleep(backoff.next_s())
@@ -256,6 +259,7 @@ class RedisLink:
                 self._calls.fail_all(self._unreachable(refused.answer))
                 await asyncio.sleep(backoff.next_s())
             except Exception as error:  # noqa: BLE001  as in _send_forever
+                leave_if_abandoned(self._loop)
                 _note(error)
                 self.trouble = error
                 after, lost = _START, True
