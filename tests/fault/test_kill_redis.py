@@ -20,7 +20,7 @@ from tests.support.fakes import fake_ids, fake_vector
 from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo, unique
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 
 CLAIM = "claim_idle_ms=800&claim_interval_ms=100&block_ms=200"
 
