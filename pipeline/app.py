@@ -286,6 +286,7 @@ def _release_rest(graph: Graph) -> None:
         in_flight.closed = True
         for delivery in in_flight.deliveries:
             delivery.release("stopped before the answer was complete")
+    graph.egress.close()  # not each tried, and said, once the sinks are closed
 
 
 async def _close_quietly(close: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:

@@ -26,6 +26,7 @@ from pipeline.cli.options import (
     VerboseOption,
     VerifyOption,
 )
+from pipeline.cli.replay import replay
 from pipeline.lifecycle import ExitStatus, OperatorError
 
 _COMPLETION = "_EMBEDSTREAM_COMPLETE"
@@ -183,6 +184,7 @@ for _command in (
     collections.index,
     collections.search,
     collections.reindex,
+    replay,
     sign.sign,
 ):
     app.command()(_command)

@@ -27,12 +27,21 @@ from pipeline.transports.options import Options
 from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis_list.options import RedisListOptions
 from pipeline.transports.signed import SignedDestinations, read_keys
+from pipeline.transports.span import Span
 from schemas.requests import Lane
 
 
 class _SourceModule(Protocol):
     async def open_source(self, options: Any, *, clock: Clock, metrics: Metrics) -> Source:
         """Connected, or a `ConnectionError` with a remedy; nothing stays open then."""
+        ...
+
+
+class _ReplayModule(Protocol):
+    async def open_replay(
+        self, options: Any, span: Span, *, clock: Clock, metrics: Metrics
+    ) -> Source:
+        """As `open_source`; what it returns is `span.Replaying`, too."""
         ...
 
 
@@ -71,6 +80,7 @@ class Kind:
     folder    the package with `source.py`, `sink.py`, `reach.py` and, when `asks`, `ask.py`
     asks      a running service can be asked over it
     keeps_letters  it has `letters.py`: dead letters can be listed and sent again
+    replays   it has `replay.py`: a part of what was read can be read once more
     lane      where its requests go unless the route says otherwise
     """
 
@@ -82,6 +92,7 @@ class Kind:
     folder: str
     asks: bool = False
     keeps_letters: bool = False
+    replays: bool = False
     lane: Lane = "bulk"
 
     def module(self, file: str) -> Any:
@@ -99,6 +110,7 @@ KINDS = (
         folder="kafka",
         asks=True,
         keeps_letters=True,
+        replays=True,
     ),
     Kind(
         name="redis",
@@ -217,12 +229,14 @@ async def open_transport(
     *,
     destination: str = REPLY,
     exactly_once: bool = False,
+    replay: Span | None = None,
     clock: Clock,
     metrics: Metrics,
 ) -> Transport:
     """Connect a source, the sink beside it and, for an address, the destination.
 
     exactly_once: `options.exactly_once_problem()` is None, and `destination` is `REPLY`.
+    replay: what the source reads instead, where the kind `replays`; it ends then.
 
     The caller then starts `source.run()` as a task. Raises `ValueError` when `options.check()` finds
     a contradiction and `ConnectionError`, with a one-line remedy, when a broker cannot be used;
@@ -231,14 +245,20 @@ async def open_transport(
     problems = options.check()
     if problems:
         raise ValueError("; ".join(problems))
-    sources: _SourceModule = _BY_OPTIONS[type(options)].module("source")
+    kind = _BY_OPTIONS[type(options)]
     async with AsyncExitStack() as opened:
-        source = await sources.open_source(options, clock=clock, metrics=metrics)
+        source: Source
+        if replay is not None:
+            replays: _ReplayModule = kind.module("replay")
+            source = await replays.open_replay(options, replay, clock=clock, metrics=metrics)
+        else:
+            sources: _SourceModule = kind.module("source")
+            source = await sources.open_source(options, clock=clock, metrics=metrics)
         opened.push_async_callback(source.aclose)
         transactions: Transactions | None = None
         if exactly_once:
             assert destination == REPLY and options.exactly_once_problem() is None
-            together = _BY_OPTIONS[type(options)].module("transactions")
+            together = kind.module("transactions")
             sink = transactions = await together.open_sink(options, beside=source, metrics=metrics)
         else:
             sink = await _open_sink(options, source, metrics)

@@ -56,15 +56,20 @@ class Listener(ConsumerRebalanceListener):  # type: ignore[misc]
             self._member.on_assigned(set(assigned))
 
 
-async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaConsumer:
-    """A connected consumer without a subscription. Raises `KafkaError` or `TimeoutError`."""
+async def start_consumer(
+    options: KafkaOptions, fetch_bytes: int, *, alone: bool = False
+) -> AIOKafkaConsumer:
+    """A connected consumer without a subscription. Raises `KafkaError` or `TimeoutError`.
+
+    alone: without a group, and never elsewhere than where it was sent.
+    """
     kafka_records.install()
     consumer = AIOKafkaConsumer(
         **client_settings(options),
-        group_id=options.group,
-        group_instance_id=options.group_instance_id,
+        group_id=None if alone else options.group,
+        group_instance_id=None if alone else options.group_instance_id,
         enable_auto_commit=False,
-        auto_offset_reset=options.auto_offset_reset,
+        auto_offset_reset="none" if alone else options.auto_offset_reset,
         isolation_level=options.isolation_level,
         session_timeout_ms=options.session_timeout_ms,
         heartbeat_interval_ms=options.heartbeat_interval_ms,
@@ -83,6 +88,8 @@ async def start_consumer(options: KafkaOptions, fetch_bytes: int) -> AIOKafkaCon
     except BaseException:
         await stop_consumer(consumer, options.close_timeout_s)
         raise
+    if alone:
+        return consumer
     read_stable_offsets(consumer)
     if options.group_instance_id is not None:
         watch_for_namesake(consumer, options.session_timeout_ms / 1000)
