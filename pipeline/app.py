@@ -176,7 +176,9 @@ class App:
                 options = route_options(self.settings, route)
                 transport = await open_transport(
                     options,
-                    destination=REPLY if is_collection(route.destination) else route.destination,
+                    destination=(route.report_to or REPLY)
+                    if is_collection(route.destination)
+                    else route.destination,
                     exactly_once=route.delivery == "exactly_once",
                     clock=self.clock,
                     metrics=self.metrics,

@@ -202,7 +202,9 @@ def build_route(
         recent=RecentAnswers(publish.remember_s, publish.remember_bytes, clock=clock),
     )
     if is_collection(route.destination):
-        decoder, destination = indexing.ends(route, defaults.get("embed"), models, limits=limits)
+        decoder, destination = indexing.ends(
+            route, defaults.get("embed"), models, limits=limits, sink=transport.sink
+        )
     _check_dimensions(route, models.infos.get(defaults.get("embed", "")))
     return Route(
         name=route.name,

@@ -140,6 +140,8 @@ def _ends(route: RouteSettings) -> list[tuple[_Reach, str]]:
     ends: list[tuple[_Reach, str]] = [(reach, route.source)]
     if is_collection(route.destination):
         ends.append((reach_collection, route.destination))
+        if route.report_to is not None:
+            ends.append((reach_destination, route.report_to))
     elif route.destination != REPLY:
         ends.append((reach_destination, route.destination))
     return ends
@@ -153,6 +155,8 @@ def _import_for(route: RouteSettings) -> None:
     if is_collection(route.destination):
         with contextlib.suppress(ValueError):  # said when it is reached
             open_collection(route.destination)
+        if route.report_to is not None:
+            reaching(route.report_to)
     elif route.destination != REPLY:
         reaching(route.destination)
 
@@ -228,6 +232,8 @@ def _print_plan(settings: Settings, findings: Findings, verbose: bool) -> None:
         below(f"from {redact(route.source)}{state}")
         to = "reply_to of the request" if route.destination == REPLY else redact(route.destination)
         below(f"to {to}")
+        if route.report_to is not None:
+            below(f"told to {redact(route.report_to)}")
         for model, tasks in _models_of(settings, findings, route).items():
             below(f"{', '.join(tasks)}: {model}")
     out.print("settings" if verbose else "settings that differ from the defaults (all: -v)")

@@ -19,7 +19,16 @@ from actors.route import Decoded, Decoder
 from pipeline.indexing.chunking import Chunker
 from pipeline.indexing.mapping import DocumentMapping, Raw
 from pipeline.indexing.options import DocumentOptions
-from pipeline.indexing.records import DELETED, DUMP, Change, Entry, Version
+from pipeline.indexing.records import (
+    DELETED,
+    DUMP,
+    STALE,
+    UNCHANGED,
+    Change,
+    Entry,
+    Outcome,
+    Version,
+)
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, ItemTooLarge
 from schemas.requests import EmbedRequest, Limits, Text
@@ -31,11 +40,13 @@ _SEQUENCE_BITS = 20
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A document on its way to the destination. texts: of its chunks, None when the ledger says that
-    the same content is stored."""
+    the same content is stored. replayed: this very version, or a newer one, is stored: there is nothing
+    to write, and only a report to make."""
 
     change: Change
     content_hash: str
     texts: tuple[str, ...] | None
+    replayed: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,7 @@ class DocumentDecoder(Decoder):
         model: str,
         limits: Limits,
         metrics: Metrics,
+        reports: bool = False,
     ) -> None:
         self.options = options
         self._mapping = mapping
@@ -69,6 +81,9 @@ class DocumentDecoder(Decoder):
         self._model = model
         self._limits = limits
         self._metrics = metrics
+        self._reports = (
+            reports  # of what was there already, too: the report may be what a crash cut off
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="document-decoder")
         self._seen: dict[int, _Seen] = {}  # by id() of the deliveries of the running hand-out
 
@@ -94,7 +109,7 @@ class DocumentDecoder(Decoder):
         if pending is None:
             return None
         texts = pending.texts or ()
-        if pending.texts is None:
+        if pending.texts is None and pending.replayed is None:
             self._metrics.count("index_skipped_total", route=self._route, reason="unchanged")
         request = EmbedRequest(
             id=_record_id(delivery),
@@ -150,7 +165,10 @@ class DocumentDecoder(Decoder):
             change.version.older_than(entry.version) or (same and change.version == entry.version)
         ):
             self._metrics.count("index_skipped_total", route=self._route, reason="replayed")
-            return None
+            if not self._reports:
+                return None
+            outcome = STALE if change.version.older_than(entry.version) else UNCHANGED
+            return Pending(change, content_hash, None, replayed=outcome)
         if change.text is None or same:
             texts = () if content_hash == DELETED else None
             return Pending(change, content_hash, texts)

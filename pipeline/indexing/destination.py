@@ -17,6 +17,7 @@ from gpu.batch import ItemResult, ModelInfo
 from pipeline.indexing.decoder import Pending
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Chunk, Outcome, Write
+from pipeline.indexing.report import Report
 from pipeline.indexing.sinks.base import StoreUnavailable
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, InvalidRequest
@@ -29,17 +30,25 @@ class CollectionDestination(Destination):
     Args:
         identity: what this route's vectors are.
         owner: this route opens, runs and closes the writer; the others only use it.
+        report: tells of each document what became of it, before its record is settled.
     """
 
     max_concurrent = 512
 
     def __init__(
-        self, writer: IndexWriter, identity: CollectionIdentity, *, lane: Lane, owner: bool
+        self,
+        writer: IndexWriter,
+        identity: CollectionIdentity,
+        *,
+        lane: Lane,
+        owner: bool,
+        report: Report | None = None,
     ) -> None:
         self._writer = writer
         self._identity = identity
         self._lane: Lane = lane
         self._owner = owner
+        self._report = report
 
     async def open(self, models: Mapping[str, ModelInfo]) -> None:
         """Make the collection, or check that it takes what this route makes."""
@@ -83,6 +92,9 @@ class CollectionDestination(Destination):
             return errors
         pending = finished.payload
         assert isinstance(pending, Pending), "the route's decoder attaches the document"
+        if pending.replayed is not None:
+            await self._tell(pending, pending.replayed, None, info, retry)
+            return ()
         write = written(pending, finished.outcomes)
 
         async def submit() -> Outcome:
@@ -98,7 +110,20 @@ class CollectionDestination(Destination):
             return (InvalidRequest(f"the collection refused it: {outcome.reason}"),)
         if outcome.kind == "moved":
             return (Internal(outcome.reason),)  # retryable: it is read and embedded again
+        await self._tell(pending, outcome, write.chunks, info, retry)
         return ()
+
+    async def _tell(
+        self,
+        pending: Pending,
+        outcome: Outcome,
+        chunks: Sequence[Chunk] | None,
+        info: ModelInfo,
+        retry: Retry,
+    ) -> None:
+        if self._report is not None:
+            n_chunks = len(chunks) if chunks is not None and outcome.kind == "written" else None
+            await self._report(pending.change, outcome, n_chunks, info, retry)
 
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
         """Never called: `address_of_failure` names no place."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from actors.ports import Clock, Metrics
+from actors.ports import Clock, Metrics, Sink
 from gpu.batch import Encoder, ModelInfo
 from gpu.encode.measure import text_measure
 from pipeline.indexing.chunking import Chunker
@@ -19,6 +19,7 @@ from pipeline.indexing.destination import CollectionDestination
 from pipeline.indexing.identity import CollectionIdentity
 from pipeline.indexing.mapping import DocumentMapping
 from pipeline.indexing.options import ChunkOptions, DocumentOptions
+from pipeline.indexing.report import Report
 from pipeline.indexing.sinks.base import Collection
 from pipeline.indexing.sinks.registry import is_collection, open_collection
 from pipeline.indexing.writer import IndexWriter, WritePolicy
@@ -66,23 +67,30 @@ class IndexingRoutes:
                 self._collections[route.destination] = collection
 
     def ends(
-        self, route: RouteSettings, model: str | None, loaded: LoadedModels, *, limits: Limits
+        self,
+        route: RouteSettings,
+        model: str | None,
+        loaded: LoadedModels,
+        *,
+        limits: Limits,
+        sink: Sink,
     ) -> tuple[DocumentDecoder, CollectionDestination]:
-        """Decoder and destination of one route, whose documents `model` embeds.
+        """Decoder and destination of one route, whose documents `model` embeds; `sink` takes its reports.
 
         Raises `OperatorError` with the option that is to blame.
         """
         try:
             if model is None:
                 raise ValueError("no loaded model embeds: add one to [models]")
-            return self._ends(route, loaded.infos[model], loaded.runners[model].encoder, limits)
+            info, encoder = loaded.infos[model], loaded.runners[model].encoder
+            return self._ends(route, info, encoder, limits, sink)
         except ValueError as error:
             raise OperatorError(
                 f"route {route.name}: {error}", exit_status=ExitStatus.USAGE
             ) from error
 
     def _ends(
-        self, route: RouteSettings, info: ModelInfo, encoder: Encoder, limits: Limits
+        self, route: RouteSettings, info: ModelInfo, encoder: Encoder, limits: Limits, sink: Sink
     ) -> tuple[DocumentDecoder, CollectionDestination]:
         url, document = route.destination, route.document
         writer = self.writers.get(url)
@@ -104,8 +112,12 @@ class IndexingRoutes:
             model=info.name,
             limits=limits,
             metrics=self._metrics,
+            reports=route.report_to is not None,
         )
-        return decoder, CollectionDestination(writer, identity, lane=route.lane, owner=owner)
+        report = None if route.report_to is None else Report(sink, writer.collection.where)
+        return decoder, CollectionDestination(
+            writer, identity, lane=route.lane, owner=owner, report=report
+        )
 
 
 def write_policy(publish: PublishSettings) -> WritePolicy:

@@ -102,6 +102,12 @@ def _document_problems(i: int, route: RouteSettings) -> Iterator[Problem]:
                 f"is set, and routes.{i}.destination is no collection: requests are no documents",
                 "name a collection as the destination, or remove document and chunk",
             )
+        if route.report_to is not None:
+            yield Problem(
+                f"routes.{i}.report_to",
+                f"is set, and routes.{i}.destination is no collection: each request has its reply",
+                "name a collection as the destination, or remove report_to",
+            )
         return
     if route.dimensions is not None:
         yield Problem(
@@ -223,22 +229,27 @@ def _loops(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[P
 def _destination_problems(settings: Settings, reads: list[tuple[int, Place]]) -> Iterator[Problem]:
     """Destinations that are an address: wrong ones, and those that a route reads."""
     for i, route in enumerate(settings.routes):
-        if route.destination == REPLY or is_collection(route.destination):
+        setting, address = f"routes.{i}.destination", route.destination
+        if is_collection(address):
+            setting, address = f"routes.{i}.report_to", route.report_to or REPLY
+        if address == REPLY:
             continue
         try:
-            options, name = parse_destination(route.destination)
+            options, name = parse_destination(address)
         except ValueError as error:
             yield Problem(
-                f"routes.{i}.destination",
+                setting,
                 redact(str(error)),
-                f'write "{REPLY}", or correct the address; docs/settings.md lists the forms',
+                f'write "{REPLY}", or correct the address; docs/settings.md lists the forms'
+                if address is route.destination
+                else "correct the address; docs/settings.md lists the forms",
             )
             continue
         written = options.place_at(name)
         for j, read in reads:
             if written.same(read):
                 yield Problem(
-                    f"routes.{i}.destination",
+                    setting,
                     f"is the {read.what} {read.name}, which routes.{j}.source reads: answers would "
                     "become requests",
                     "change the one or the other",

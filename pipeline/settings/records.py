@@ -64,6 +64,13 @@ class RouteSettings(Record, frozen=True, kw_only=True):
             "`lance:///folder#docs`: records are documents, kept there (docs/indexing.md).",
         ),
     ] = "reply"
+    report_to: Annotated[
+        str | None,
+        Meta(
+            description="Beside a collection: an address, as of `destination`, where one record tells of each "
+            "document that it is stored, was there already, or is gone (docs/indexing.md)."
+        ),
+    ] = None
     lane: Annotated[
         Lane,
         Meta(

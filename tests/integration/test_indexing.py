@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.support.documents import (
     words_of,
 )
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids
-from tests.support.servers import ServerInfo
+from tests.support.servers import ServerInfo, unique
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
 
@@ -100,6 +102,41 @@ async def test_a_replay_changes_nothing_and_embeds_nothing(topic: Topic, url: st
         await until_committed(topic, len(records), "another-group")
     assert await stored_rows(url) == before == expected_rows(records)
     assert await status_of(url) == status
+    assert not [item for batch in runner.batches for item in batch.items]
+
+
+async def test_each_document_is_told_beside_the_collection_and_a_replay_tells_it_again(
+    topic: Topic, url: str
+) -> None:
+    """A crash between the store and the report leaves the record: what the ledger knows is told, too."""
+    reports = unique("indexed")
+    records: list[Record] = [(f"d{i}", document(f"d{i}", 1, 12)) for i in range(6)]
+    records += [("d0", None), ("d1", document("d1", 2, 3))]
+    await topic.produce([*records, ("bad", b"{")])
+    route = topic.route(url, report_to=f"kafka://{topic.address}/{reports}")
+    async with indexing(route):
+        await until_committed(topic, len(records) + 1)
+    told = await topic.read(reports, len(records))
+    bodies = [json.loads(record.value) for record in told]
+    assert [record.key.decode() for record in told] == [body["document_id"] for body in bodies]
+    assert all(body["collection"] == url and body["model"]["fingerprint"] for body in bodies)
+    # Two versions of one batch are told in any order: the version says which is the later one.
+    last = {
+        body["document_id"]: body for body in sorted(bodies, key=lambda b: b["version"]["number"])
+    }
+    assert {name: body["outcome"] for name, body in last.items()} == {
+        "d0": "deleted", "d1": "written", **{f"d{i}": "written" for i in range(2, 6)}
+    }  # fmt: skip
+    assert last["d1"]["chunks"] == 1 and last["d2"]["chunks"] == 2
+    runner = FakeRunner()
+    again = {**topic.route(url, "again"), "report_to": route["report_to"]}
+    async with indexing(again, runner=runner):
+        await until_committed(topic, len(records) + 1, "again")
+    told = await topic.read(reports, 2 * len(records))
+    every = Counter((record.key.decode(), json.loads(record.value)["outcome"]) for record in told)
+    more = every - Counter((body["document_id"], body["outcome"]) for body in bodies)
+    assert {outcome for _, outcome in more} <= {"unchanged", "stale"}
+    assert {name for name, _ in more} == set(last) and more.total() == len(records)
     assert not [item for batch in runner.batches for item in batch.items]
 
 

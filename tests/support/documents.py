@@ -86,8 +86,12 @@ class Topic:
 
     async def read_dead_letters(self, n: int) -> list[Any]:
         """The first n of them."""
+        return await self.read(self.dead_letters, n)
+
+    async def read(self, topic: str, n: int) -> list[Any]:
+        """The first n records of a topic beside it."""
         consumer = AIOKafkaConsumer(
-            self.dead_letters, bootstrap_servers=self.address, auto_offset_reset="earliest"
+            topic, bootstrap_servers=self.address, auto_offset_reset="earliest"
         )
         await consumer.start()
         try:

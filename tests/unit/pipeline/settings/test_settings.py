@@ -681,6 +681,21 @@ def test_what_cannot_be_exactly_once_is_refused(given: dict[str, str], named: st
     assert load({**BASE, "routes.0.delivery": "exactly_once"}, {}, None).routes[0].delivery
 
 
+def test_a_report_stands_beside_a_collection_and_is_no_loop() -> None:
+    collection = {
+        **BASE,
+        "routes.0.destination": "lance:///folder#docs",
+        "routes.0.document.text": "{a}",
+    }
+    report = "routes.0.report_to"
+    assert "routes.0.report_to" in refused({**BASE, report: "kafka://localhost:9092/told"})
+    assert report in refused({**collection, report: "nothing://x"})
+    source = BASE["routes.0.source"].partition("?")[0]
+    assert "answers would become requests" in refused({**collection, report: source})
+    loaded = load({**collection, report: "kafka://localhost:9092/told"}, {}, None)
+    assert loaded.routes[0].report_to == "kafka://localhost:9092/told"
+
+
 KEYS = st.lists(
     st.sampled_from(
         ["models", "m", "path", "routes", "0", "7", "r", "source", "name", "limits", "max_items",
