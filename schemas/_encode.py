@@ -17,6 +17,7 @@ from .headers import JSON
 from .requests import (
     AnyRequest,
     ClassifyRequest,
+    Conversation,
     Document,
     EmbedRequest,
     Encoding,
@@ -144,6 +145,8 @@ def _item(item: Item, content_type: ContentType) -> Any:
         }
         _put(wire, "text", item.text)
         return wire
+    if isinstance(item, Conversation):
+        return {"messages": [{"role": m.role, "content": m.content} for m in item.messages]}
     return list(item.ids)
 
 

@@ -20,7 +20,18 @@ from ._record import (
     utf8_bytes,
 )
 from .errors import EmptyInput, InvalidRequest
-from .requests import Document, Image, Item, Limits, Text, TokenIds
+from .requests import (
+    MAX_MESSAGES,
+    ROLES,
+    Conversation,
+    Document,
+    Image,
+    Item,
+    Limits,
+    Message,
+    Text,
+    TokenIds,
+)
 from .vectors import from_base64
 
 MAX_TOKEN_ID: Final = 2**31 - 1  # int32 all the way down
@@ -84,7 +95,7 @@ def _item(entry: Any, path: str, record: Record) -> Item:
         return _input_map(entry, path, record)
     if type(entry) is int:
         raise InvalidRequest("token ids and other items do not mix in one list", path=path)
-    refuse("a string, a list of token ids, or a map with text or image", path)
+    refuse("a string, a list of token ids, or a map with text, image or messages", path)
 
 
 def _item_bytes(item: Item) -> int:
@@ -92,6 +103,8 @@ def _item_bytes(item: Item) -> int:
         return utf8_bytes(item.text)
     if isinstance(item, TokenIds):
         return BYTES_PER_TOKEN_ID * len(item.ids)
+    if isinstance(item, Conversation):
+        return sum(utf8_bytes(message.content) for message in item.messages)
     return len(item.data) + utf8_bytes(item.text or "")
 
 
@@ -119,15 +132,46 @@ def _check_entry_fields(
 
 
 def _input_map(entry: dict[str, Any], path: str, record: Record) -> Item:
-    _check_entry_fields(entry, ("text", "image"), path, record)
+    _check_entry_fields(entry, ("text", "image", "messages"), path, record)
     text, image = entry.get("text"), entry.get("image")
+    if entry.get("messages") is not None:
+        if text is not None or image is not None:
+            raise InvalidRequest("messages exclude text and image", path=path)
+        return _conversation(entry["messages"], f"{path}.messages", record)
     if text is not None and not isinstance(text, str):
         refuse("a string", f"{path}.text")
     if image is None:
         if text is None:
-            raise InvalidRequest("an item needs text or image", path=path)
+            raise InvalidRequest("an item needs text, image or messages", path=path)
         return Text(text)
     return Image(_image_bytes(image, f"{path}.image"), text)
+
+
+def _conversation(value: Any, path: str, record: Record) -> Conversation:
+    if not isinstance(value, list):
+        refuse("a list of messages", path)
+    if not value:
+        raise EmptyInput("messages is an empty list", path=path)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"a conversation may have {MAX_MESSAGES} messages",
+            path=path,
+            limit=MAX_MESSAGES,
+            given=len(value),
+        )
+    return Conversation(tuple(_message(v, f"{path}[{i}]", record) for i, v in enumerate(value)))
+
+
+def _message(entry: Any, path: str, record: Record) -> Message:
+    if not isinstance(entry, dict):
+        refuse("a map with role and content", path)
+    _check_entry_fields(entry, ("role", "content"), path, record)
+    role, content = entry.get("role"), entry.get("content")
+    if role not in ROLES:
+        refuse("one of " + ", ".join(ROLES), f"{path}.role")
+    if not isinstance(content, str):
+        refuse("a string", f"{path}.content")
+    return Message(role, content)
 
 
 def _image_bytes(value: Any, path: str) -> bytes:

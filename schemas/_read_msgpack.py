@@ -11,7 +11,7 @@ takes only what that field may hold, after its declared length was compared with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import msgpack
 import msgspec
@@ -39,6 +39,7 @@ _TEXTS: Final = msgspec.msgpack.Decoder(list[str])
 _IDS: Final = msgspec.msgpack.Decoder(list[int])
 _RAWS: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _MAX_OUTPUTS: Final = 64
+_Field: TypeAlias = Callable[[str, msgspec.Raw, str, Limits], Any]
 _ENTRY_FIELDS: Final = ("text", "image", "id")
 _NOT_METADATA: Final = (
     "metadata may hold maps with string keys, lists, strings, numbers, booleans, null and bytes"
@@ -239,7 +240,12 @@ def _entry(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
         return _ids(raw, path)
     if kind != "map":
         return _scalar(raw, path, limits)
-    n_fields = _length(bytes(data[:5]))
+    return _map(raw, path, limits, _entry_field)
+
+
+def _map(raw: msgspec.Raw, path: str, limits: Limits, field: _Field) -> dict[str, Any]:
+    """A map, each of its fields read by `field`."""
+    n_fields = _length(bytes(memoryview(raw)[:5]))
     if n_fields > MAX_FIELDS:
         raise_too_many_fields(n_fields, path)
     try:
@@ -250,15 +256,37 @@ def _entry(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
         raise InvalidRequest("a field name is not UTF-8", path=path) from None
     if len(fields) != n_fields:
         raise InvalidRequest("a field name is repeated", path=path)
-    return {name: _entry_field(name, value, path, limits) for name, value in fields.items()}
+    return {name: field(name, value, path, limits) for name, value in fields.items()}
 
 
 def _entry_field(name: str, raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    if name == "messages":
+        return _messages(raw, f"{path}.messages", limits)
     if name not in _ENTRY_FIELDS:
         return None
     if _kind(memoryview(raw)[0]) == "bin":
         return _BYTES.decode(raw)
     return _scalar(raw, f"{path}.{safe_name(name)}", limits)
+
+
+def _messages(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    """The maps of a conversation, no deeper."""
+    head = bytes(memoryview(raw)[:5])
+    if _kind(head[0]) != "list":
+        return _scalar(raw, path, limits)
+    if _length(head) > limits.max_items:
+        raise_too_many(_length(head), path, limits)
+    return [
+        _map(one, f"{path}[{i}]", limits, _message_field)
+        if _kind(memoryview(one)[0]) == "map"
+        else _scalar(one, f"{path}[{i}]", limits)
+        for i, one in enumerate(_RAWS.decode(raw))
+    ]
+
+
+def _message_field(name: str, raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    known = name in ("role", "content")
+    return _scalar(raw, f"{path}.{name}", limits) if known else None
 
 
 _READERS: Final[dict[str, Callable[[msgspec.Raw, str, Limits], Any]]] = {

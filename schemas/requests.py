@@ -20,12 +20,16 @@ Encoding: TypeAlias = Literal["bytes", "float", "base64"]
 DType: TypeAlias = Literal["float32", "float16", "int8", "binary"]
 Output: TypeAlias = Literal["dense", "sparse", "multivector"]
 Aggregate: TypeAlias = Literal["mean"]
+Role: TypeAlias = Literal["system", "user", "assistant"]
 
 Labels: TypeAlias = tuple[str, ...] | tuple[int, ...]
 """Texts, or ids of tokens."""
 
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify", "score")
 LANES: tuple[Lane, ...] = ("interactive", "bulk")
+ROLES: tuple[Role, ...] = ("system", "user", "assistant")
+MAX_MESSAGES = 256
+"""Of one conversation."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +68,20 @@ class Image(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-Item: TypeAlias = Text | TokenIds | Image
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """Messages that a model reads as its chat template writes them."""
+
+    messages: tuple[Message, ...]
+
+
+Item: TypeAlias = Text | TokenIds | Image | Conversation
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -129,7 +146,7 @@ class EmbedRequest(Request, frozen=True, kw_only=True):
 
 
 class ClassifyRequest(Request, frozen=True, kw_only=True):
-    """Texts or token ids -> one score per label. `raw_scores` asks for logits."""
+    """Texts, token ids or conversations -> one score per label. `raw_scores` asks for logits."""
 
     input: tuple[Item, ...]
     raw_scores: bool = False

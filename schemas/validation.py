@@ -29,6 +29,7 @@ from .requests import (
     AnyRequest,
     CancelRequest,
     ClassifyRequest,
+    Conversation,
     Document,
     EmbedRequest,
     Encoding,
@@ -270,7 +271,11 @@ def _build_embed(record: Record, values: dict[str, Any], limits: Limits) -> AnyR
     for name in ("aggregate", "outputs"):
         if "chunk_tokens" in values and name in values:
             raise InvalidRequest(f"chunk_tokens and {name} exclude each other", path=f"$.{name}")
-    values["input"] = read_input(_need(values, "input", "embed"), record, limits)
+    items = read_input(_need(values, "input", "embed"), record, limits)
+    for i, item in enumerate(items):
+        if isinstance(item, Conversation):
+            raise Unsupported("embed takes no messages", path=f"$.input[{i}].messages")
+    values["input"] = items
     return EmbedRequest(**values)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,14 @@ from gpu.faults import ModelLoadError
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _PROBES = (("", ""), ("a", "b"), ("a ", " b"), ("", " hello"), ("hello\n", ""), (">", "<"))
 _TEXTS = ("a", "hello world", "What is it?", " x", "1 river")
+
+
+class ControlToken(NamedTuple):
+    """One in a text of the owner's; strips: it takes the white space beside it."""
+
+    id: int
+    strips_left: bool
+    strips_right: bool
 
 
 class ControlTokens:
@@ -81,7 +89,17 @@ class ControlTokens:
                 "the folder's chat template goes on behind a text without a control token, so the two would "
                 "be tokenized as one; that is not supported"
             )
-        return self._parsed(text)
+        return self.parsed(text)
+
+    def split(self, text: str) -> list[str | ControlToken]:
+        """The owner's text, its control tokens apart."""
+        if not self._added:
+            return [text]
+        pieces = re.split(f"({self._pattern()})", text)
+        return [
+            ControlToken(*self._added[piece]) if place % 2 else piece
+            for place, piece in enumerate(pieces)
+        ]
 
     def split_prompt(self, name: str | None, prompt: str) -> tuple[Int32, str]:
         """(ids up to the last control token, the text behind it, which meets the sender's text).
@@ -91,12 +109,12 @@ class ControlTokens:
         place = self._end_of_last(prompt)
         if place == 0:
             return _NO_IDS, prompt
-        lead, rest = self._parsed(prompt[:place]), prompt[place:]
+        lead, rest = self.parsed(prompt[:place]), prompt[place:]
         if self._strips_right(prompt[:place]):
             rest = rest.lstrip()
         for text in _TEXTS:
-            apart = [*lead.tolist(), *self._text_ids(rest + text).tolist()]
-            if apart != self._parsed(prompt + text).tolist():
+            apart = [*lead.tolist(), *self.text_ids(rest + text).tolist()]
+            if apart != self.parsed(prompt + text).tolist():
                 raise ModelLoadError(
                     f"the tokenizer joins texts across the control tokens of the prompt {name!r}; write "
                     "that prompt without them"
@@ -120,7 +138,7 @@ class ControlTokens:
         )
         return bool(self._added[last][2])
 
-    def _parsed(self, text: str) -> Int32:
+    def parsed(self, text: str) -> Int32:
         """The owner's text, control tokens parsed. At load only: it switches the tokenizer."""
         self._tokenizer.encode_special_tokens = False
         try:
@@ -128,7 +146,8 @@ class ControlTokens:
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def _text_ids(self, text: str) -> Int32:
+    def text_ids(self, text: str) -> Int32:
+        """A sender's text."""
         return self.spell(self._encode(text))
 
     def _encode(self, text: str) -> Int32:
@@ -139,7 +158,7 @@ class ControlTokens:
     def _comes_through(self, text: str) -> bool:
         control = self._ids[text]
         return any(
-            control in self._text_ids(before + part + after).tolist()
+            control in self.text_ids(before + part + after).tolist()
             for before, after in _PROBES
             for part in (text, text + text)
         )

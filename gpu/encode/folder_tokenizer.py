@@ -107,6 +107,7 @@ def load_encoder(
         and int(spec.config.get("type_vocab_size") or 0) > 1,
         empty_input=empty_input,
         bos=outer.bos_token,
+        outer=outer,
     )
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from gpu.batch import Int32
+from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.cut import too_long
 from gpu.faults import ModelLoadError
-from gpu.folder.prompts import CUT, SLOT, SLOTS, PairPrompt, check_slots
+from gpu.folder.prompts import CUT, N_SHARED, SLOT, SLOTS, PairPrompt, check_slots
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
-from schemas.requests import Truncate
+from schemas.requests import RerankRequest, Truncate
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +279,28 @@ class PairAssembler:
             self._one(plan, (before, lead, after), index, documents[index], body, truncate)
             for index, body in enumerate(bodies)
         ]
+
+    def encoded(
+        self,
+        plan: PairPlan,
+        request: RerankRequest,
+        contents: Sequence[Int32 | EmbedstreamError],
+        options: ItemOptions,
+    ) -> EncodedRequest | EmbedstreamError:
+        """As `assemble`, ready to be packed."""
+        documents = [document.text for document in request.documents]
+        built = self.assemble(plan, documents, contents, request.truncate)
+        if isinstance(built, EmbedstreamError):
+            return built
+        items = tuple(
+            one
+            if isinstance(one, EmbedstreamError)
+            else EncodedItem(
+                one.ids, options, truncated=one.truncated, extras={N_SHARED: one.n_shared}
+            )
+            for one in built
+        )
+        return EncodedRequest(items, prompt=plan.instruction)
 
     def _one(
         self,

@@ -19,6 +19,7 @@ import numpy as np
 
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
+from gpu.encode.conversations import Conversations, Laid, assembled, no_conversations
 from gpu.encode.cut import cut_to, empty, known_ids, too_long
 from gpu.encode.joined import as_given, joined
 from gpu.encode.labels import with_labels
@@ -32,7 +33,6 @@ from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import with_tokenizer
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.outputs import QUERY_PROMPT
-from gpu.folder.prompts import N_SHARED
 from gpu.folder.spec import ModelSpec
 from schemas.errors import (
     EmbedstreamError,
@@ -42,6 +42,7 @@ from schemas.errors import (
 from schemas.requests import (
     AnyRequest,
     ClassifyRequest,
+    Conversation,
     EmbedRequest,
     Image,
     RerankRequest,
@@ -69,6 +70,7 @@ class _Plan:
     lead: Int32 = field(default_factory=lambda: NO_IDS)
     prompt_name: str | None = None
     pairs: PairPlan | None = None
+    laid: dict[int, Laid | EmbedstreamError] = field(default_factory=dict)
     sides: tuple[_Plan, _Plan] | None = None
 
 
@@ -76,7 +78,8 @@ class TextEncoder:
     """Implements `gpu.batch.Encoder`. Not thread-safe.
 
     empty_input: what to do with a text that yields no content token: "error" (an `EmptyInput` entry)
-    or "embed" (the special tokens alone, as sentence-transformers does).
+    or "embed" (the special tokens alone, as sentence-transformers does). outer: transformers' tokenizer, of a
+    model that reads conversations.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class TextEncoder:
         token_types: bool,
         empty_input: EmptyPolicy,
         bos: str | None = None,
+        outer: Any = None,
     ) -> None:
         if empty_input not in ("error", "embed"):
             raise ModelLoadError(f'empty_input = {empty_input!r} is not "error" or "embed"')
@@ -118,6 +122,11 @@ class TextEncoder:
         types = token_types and pairs
         own = self._template.as_lists(pairs=pairs, types=types)
         around = [types, own, self._control.as_lists(), self._prompts.as_lists()]
+        self.conversations: Conversations | None = None
+        if spec.conversation is not None:
+            self.conversations = Conversations(spec.conversation, outer, self._control)
+            notes = (*notes, self.conversations.note)
+            around += self.conversations.as_lists()
         # What only the tokenizer could tell.
         self.spec = spec = dataclasses.replace(
             spec,
@@ -200,13 +209,20 @@ class TextEncoder:
             name = request.prompt_name or self.spec.default_prompt_name
             plan.prompt_name = name if self.spec.names_matter else None
             plan.lead, prompt = self._prompts.lead(name, prompt)
-        for item in request.input:
+        for index, item in enumerate(request.input):
             if isinstance(item, Text):
                 add((prompt or "") + (item.text.strip() if self._strip else item.text))
+            elif isinstance(item, Conversation):
+                plan.laid[index] = self._lay(item, index, texts)
         if prompt and plan.texts:
             plan.prompt_at = len(texts)
             texts.append(prompt)
         return plan
+
+    def _lay(self, item: Conversation, index: int, texts: list[str]) -> Laid | EmbedstreamError:
+        if self.conversations is None:
+            return no_conversations(index)
+        return self.conversations.plan(item, index, texts)
 
     def _prompt(self, request: EmbedRequest | ClassifyRequest) -> str | None:
         """The prompt text to put before each text; None when there is none."""
@@ -253,6 +269,8 @@ class TextEncoder:
                 encoded = self._single(plan, index, item.text, content, prompt_ids)
             elif isinstance(item, TokenIds):
                 encoded = self._verbatim(plan, index, item.ids)
+            elif isinstance(item, Conversation):
+                encoded = assembled(plan.laid[index], contents, index, plan.options, self.limit)
             else:
                 encoded = self._image(plan, index, item)
             items.append(named(encoded, plan.prompt_name) if self.spec.task_adapters else encoded)
@@ -349,11 +367,11 @@ class TextEncoder:
         self, plan: _Plan, request: RerankRequest, contents: list[Content]
     ) -> EncodedRequest | EmbedstreamError:
         """Query and document as one sequence each; only documents are ever cut."""
+        given = [contents[place] for place in plan.texts]
         if plan.pairs is not None:
-            return self._assemble_prompted(plan, plan.pairs, request, contents)
-        query, *documents = as_given(
-            request, [contents[place] for place in plan.texts], self._vocab_size
-        )
+            assert self.pairs is not None
+            return self.pairs.encoded(plan.pairs, request, given, plan.options)
+        query, *documents = as_given(request, given, self._vocab_size)
         return joined(
             self._template,
             query,
@@ -364,26 +382,6 @@ class TextEncoder:
             token_types=self._token_types,
             allow_empty=self.empty_input == "embed",
         )
-
-    def _assemble_prompted(
-        self, plan: _Plan, pairs: PairPlan, request: RerankRequest, contents: list[Content]
-    ) -> EncodedRequest | EmbedstreamError:
-        """As `_assemble_pairs`, in the words that the model was trained on."""
-        assert self.pairs is not None
-        given = [contents[place] for place in plan.texts]
-        documents = [document.text for document in request.documents]
-        built = self.pairs.assemble(pairs, documents, given, request.truncate)
-        if isinstance(built, EmbedstreamError):
-            return built
-        items = tuple(
-            one
-            if isinstance(one, EmbedstreamError)
-            else EncodedItem(
-                one.ids, plan.options, truncated=one.truncated, extras={N_SHARED: one.n_shared}
-            )
-            for one in built
-        )
-        return EncodedRequest(items, prompt=pairs.instruction)
 
 
 def _aggregates(request: AnyRequest) -> bool:

@@ -44,7 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "honoured": """model_type auto_map num_labels sentence_transformers
             sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka is_causal""",
         # Written by other versions of transformers, for generation, for training, or for a reader.
-        "inert": """_name_or_path name_or_path _commit_hash transformers.js_config torch_dtype torchscript
+        "inert": """_name_or_path _model_name_or_path name_or_path _commit_hash transformers.js_config torch_dtype torchscript
             use_bfloat16 tf_legacy_loss tokenizer_class attn_implementation _attn_implementation
             _attn_implementation_autoset _attn_implementation_internal _experts_implementation_internal
             _flash_attn_2_enabled _output_attentions custom_pipelines task_specific_params prefix

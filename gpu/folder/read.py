@@ -32,7 +32,14 @@ from gpu.folder.nvembed import read_nvembed
 from gpu.folder.odd import NOT_HERE, no_weights, odd_architecture, refuse_odd
 from gpu.folder.outputs import has_sides, side_fields
 from gpu.folder.prompts import LabelHead
-from gpu.folder.rerankers import JOINED, NO_LABELS, declared_prompt, is_scorer, label_head
+from gpu.folder.rerankers import (
+    JOINED,
+    NO_LABELS,
+    chat_template_of,
+    declared_prompt,
+    is_scorer,
+    label_head,
+)
 from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.static import read_static
@@ -136,8 +143,12 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
                 "score head is not supported"
             )
         answer = _head_fields(folder, family, config, st_config)
-        if family.causal and common["pairs"] is None and "rerank" in answer["tasks"]:
-            notes = (*notes, JOINED)
+        if family.causal and common["pairs"] is None:
+            if "rerank" in answer["tasks"]:
+                notes = (*notes, JOINED)
+            answer["conversation"] = chat_template_of(transformer)
+            if answer["conversation"] is not None:  # a reward, also where nobody named it
+                answer["tasks"] |= {"classify"}
     else:
         answer = embed_fields(folder, family, config, modules, said)
         if family.task_adapters:

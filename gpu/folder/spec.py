@@ -58,6 +58,7 @@ class ModelSpec:
     outputs, computed from the same forward. calls: how texts become ids. honoured: keys of the folder's
     files that were obeyed, for `embedstream check`. chat: every text goes through a chat template.
     task_adapters: prompt name -> adapter that texts under it go through.
+    conversation: the chat template by which a classifier reads items that are messages.
     """
 
     folder: Path
@@ -93,6 +94,7 @@ class ModelSpec:
     adapter: Adapter | None = None
     task_adapters: Mapping[str, TaskAdapter] = field(default_factory=dict)
     chat: ChatForm | None = None
+    conversation: str | None = None
 
     @property
     def has_mlm_head(self) -> bool:

@@ -230,7 +230,7 @@ def _text_of(question: Question, task: str, index: int) -> str:
     items = record.get("documents" if task in ("rerank", "score") else "input", "")
     item = items[index] if isinstance(items, list) and index < len(items) else items
     if isinstance(item, dict):
-        item = item.get("text", "(image)")
+        item = item.get("text", "(messages)" if item.get("messages") else "(image)")
     return item if isinstance(item, str) else "(token ids)"
 
 

@@ -150,3 +150,35 @@ async def _error_of(call: Any) -> EmbedstreamError:
 
 async def _score_of(client: AsyncClient) -> float:
     return (await client.score("q", ["d"]))[0].score
+
+
+async def test_conversations_for_reward_models(url: str, source: str, tmp_path: Path) -> None:
+    """S12: messages beside a text, sync and async; what is no message is refused with its path."""
+    folder = write_causal(tmp_path / "m", "qwen2", labels=1)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    talk = {
+        "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    }
+    async with service(source, runner=make_runner_factory("fake", folder)):
+        async with AsyncClient.from_url(url) as client:
+            found = await client.classify([talk, "a text"], raw_scores=True)
+            (alone,) = await client.classify(talk, raw_scores=True)
+            assert found[0].scores == alone.scores != found[1].scores
+            assert list(alone.scores) == ["LABEL_0"]
+            for wrong, path in (
+                ([], ""), ("hi", ""), (["hi"], "[0]"), ([{"role": "user"}], "[0].content"),
+                ([{"role": "tool", "content": "x"}], "[0].role"),
+                ([{"role": "user", "content": "x", "name": "y"}], "[0].name"),
+            ):  # fmt: skip
+                error = await _error_of(client.classify(["x", {"messages": wrong}]))
+                assert error.path == f"$.input[1].messages{path}", wrong
+            refused = await _error_of(client.embed(talk))
+            assert isinstance(refused, Unsupported) and refused.path == "$.input[0].messages"
+
+        def blocking() -> dict[str, float]:
+            with Client.from_url(url) as client:
+                return client.classify(talk, raw_scores=True)[0].scores
+
+        assert await asyncio.to_thread(blocking) == alone.scores

@@ -15,7 +15,14 @@ import pytest
 from gpu.batch import pack, scatter
 from gpu.load import make_runner_factory
 from pipeline.demo.fetch import models_root
-from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
+from schemas.requests import (
+    ClassifyRequest,
+    Document,
+    EmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+    Text,
+)
 from tests.support.models import edit_json
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -136,3 +143,29 @@ def test_label_tokens_equal_transformers(folder: Path, reference: Any) -> None:
     want = torch.softmax(torch.stack(rows), -1).numpy()
     assert np.abs(got - want).max() <= 1e-5
     assert [labels[i] for i in got.argmax(1)] == [" Paris", " Tokyo", " Rome"]
+
+
+def test_labels_of_a_request_equal_transformers(folder: Path, reference: Any) -> None:
+    """S9: labels by text and by id, two requests in one pack, softmax over their logits and logits."""
+    import torch
+
+    model, tokenizer = reference
+    runner = make_runner_factory("m", folder, rerank_template="{query} {document} is the city of")()
+    places = tuple(map(Document, ("The Eiffel Tower in", "Big Ben in", "The Colosseum in")))
+    labels = (" Paris", " London", " Rome", " Tokyo")
+    ids = [tokenizer(label, add_special_tokens=False).input_ids[0] for label in labels]
+    asked = [
+        ScoreRequest(id="a", query="Known to all:", documents=places, labels=labels),
+        ScoreRequest(id="b", query="Known to all:", documents=places, labels=tuple(ids[::-1]), raw_scores=True),
+    ]  # fmt: skip
+    items = [item for encoded in runner.encoder.encode(asked) for item in encoded.items]
+    batch = pack(items)
+    got = [o.scores for o in scatter(batch, runner.forward(batch))]
+    texts = [f"Known to all: {place.text} is the city of" for place in places]
+    with torch.no_grad():
+        rows = [model(**tokenizer(t, return_tensors="pt")).logits[0, -1, ids] for t in texts]
+    logits = torch.stack(rows)
+    assert np.abs(np.stack(got[:3]) - logits.softmax(-1).numpy()).max() <= 1e-5
+    scale = float(logits.abs().max())
+    assert np.abs(np.stack(got[3:]) - logits.numpy()[:, ::-1]).max() <= 1e-5 * max(1.0, scale)
+    print("SmolLM2 labels:", np.abs(np.stack(got[:3]) - logits.softmax(-1).numpy()).max())

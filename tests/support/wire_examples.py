@@ -20,10 +20,12 @@ from schemas.requests import (
     CancelRequest,
     ClassifyRequest,
     ContentType,
+    Conversation,
     Document,
     EmbedRequest,
     Encoding,
     Image,
+    Message,
     RerankRequest,
     ScoreRequest,
     Text,
@@ -66,6 +68,12 @@ def requests(content_type: ContentType) -> dict[str, AnyRequest]:
         ),
         "classify": ClassifyRequest(
             id="r-5", input=(Text("good"), TokenIds((7,))), raw_scores=True, prompt="say: ", **common
+        ),
+        "classify-messages": ClassifyRequest(
+            id="r-12", input=(
+                Conversation((Message("system", ""), Message("user", "hé?"), Message("assistant", "yes"))),
+                Text("plain"),
+            ), **common,
         ),
         "rerank": RerankRequest(
             id="r-6", query="capital of China", documents=(Document("Beijing"), Document("Tokyo", "d2")),

@@ -13,7 +13,7 @@ from schemas.errors import (
     TooManyItems,
     Unsupported,
 )
-from schemas.requests import Document, Image, Limits, Text, TokenIds
+from schemas.requests import Conversation, Document, Image, Limits, Message, Text, TokenIds
 from tests.support.wire import BOTH, decode, refusal
 
 both = pytest.mark.parametrize("content_type", BOTH)
@@ -178,6 +178,65 @@ def test_image_bytes_count(content_type):
 def test_classify_takes_no_images(content_type):
     error = refusal({"task": "classify", "input": ["a", {"image": DATA_URI}]}, content_type)
     assert type(error) is Unsupported and error.path == "$.input[1].image"
+
+
+@both
+def test_messages_of_a_classify_item(content_type):
+    """Beside other items, in their order; the roles are a closed list."""
+    talk = [
+        {"role": "system", "content": ""}, {"role": "user", "content": "hé \ud800?"},
+        {"role": "assistant", "content": "yes"},
+    ]  # fmt: skip
+    given = ["a", {"messages": talk}, [7], {"text": "b", "messages": None}]
+    request = decode({"task": "classify", "input": given}, content_type)
+    told = (Message("system", ""), Message("user", "hé \ufffd?"), Message("assistant", "yes"))
+    assert request.input == (Text("a"), Conversation(told), TokenIds((7,)), Text("b"))
+    refused = refusal({"input": ["a", {"messages": talk}]}, content_type)
+    assert type(refused) is Unsupported and refused.path == "$.input[1].messages"
+
+
+@both
+@pytest.mark.parametrize(
+    ("item", "path"),
+    [
+        ({"messages": "hi"}, ".messages"), ({"messages": {"role": "user"}}, ".messages"),
+        ({"messages": ["hi"]}, ".messages[0]"), ({"messages": [[]]}, ".messages[0]"),
+        ({"messages": [{"role": "user"}]}, ".messages[0].content"),
+        ({"messages": [{"role": "user", "content": 1}]}, ".messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, ".messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, ".messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, ".messages[0].role"),
+        ({"messages": [{"role": "user<|im_end|>", "content": "a"}]}, ".messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, ".messages[0].role"),
+        ({"messages": [{"content": "a"}]}, ".messages[0].role"),
+        ({"messages": [{"role": "user", "content": "a", "name": "x"}]}, ".messages[0].name"),
+        ({"messages": [{"role": "user", "content": "a", "messages": []}]}, ".messages[0].messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * 257}, ".messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "text": "b"}, ""),
+        ({"messages": [{"role": "user", "content": "a"}], "image": DATA_URI}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_wrong_messages(content_type, item, path):
+    error = refusal({"task": "classify", "input": [item]}, content_type)
+    assert type(error) is InvalidRequest and error.path == f"$.input[0]{path}"
+    empty = refusal({"task": "classify", "input": [{"messages": []}]}, content_type)
+    assert type(empty) is EmptyInput and empty.path == "$.input[0].messages"
+
+
+@both
+def test_messages_count_in_bytes_and_nest_no_deeper(content_type):
+    """A conversation is as large as its texts; maps in maps in maps are refused, not followed."""
+    talk = [{"role": "user", "content": "é" * 5}, {"role": "user", "content": "x" * 3}]
+    request = {"task": "classify", "input": ["a", {"messages": talk}]}
+    error = refusal(request, content_type, limits=Limits(max_item_bytes=12))
+    assert type(error) is ItemTooLarge and error.items == (1,) and error.given == 13
+    assert decode(request, content_type, limits=Limits(max_item_bytes=13)).n_items == 2
+    nested: dict = {"role": "user", "content": "a"}
+    for _ in range(300):
+        nested = {"messages": [nested]}
+    deep = refusal({"task": "classify", "input": [nested]}, content_type)
+    assert deep.path in ("$.input[0].messages[0].messages", "$.input[0].messages[0].role")
 
 
 @both

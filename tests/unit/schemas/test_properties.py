@@ -20,12 +20,15 @@ from schemas.codec import (
 )
 from schemas.errors import ALL_ERRORS, EmbedstreamError, RecordTooLarge
 from schemas.requests import (
+    ROLES,
     CancelRequest,
     ClassifyRequest,
+    Conversation,
     Document,
     EmbedRequest,
     Image,
     Limits,
+    Message,
     Request,
     RerankRequest,
     ScoreRequest,
@@ -90,6 +93,9 @@ def requests(draw):
         item = st.builds(Text, texts) | st.builds(
             TokenIds, st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
         )
+        if kind is ClassifyRequest:
+            messages = st.builds(Message, st.sampled_from(ROLES), texts)
+            item |= st.builds(Conversation, st.lists(messages, min_size=1, max_size=3).map(tuple))
         if kind is EmbedRequest:
             item |= st.builds(Image, st.binary(min_size=1, max_size=20), optional(texts))
         common["input"] = tuple(draw(st.lists(item, min_size=1, max_size=5)))

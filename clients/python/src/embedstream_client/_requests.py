@@ -17,12 +17,14 @@ from ._wire.errors import InvalidRequest
 from ._wire.headers import JSON
 from ._wire.requests import (
     Aggregate,
+    Conversation,
     Document,
     DType,
     Image,
     Item,
     Labels,
     Lane,
+    Message,
     Output,
     Text,
     TokenIds,
@@ -137,9 +139,9 @@ def _item(given: object, path: str) -> Item:
     if isinstance(given, str):
         return Text(given)
     if isinstance(given, Mapping):
-        unknown = sorted(str(name)[:64] for name in given if name not in ("text", "image"))
-        if unknown:
-            raise InvalidRequest("unknown field", path=f"{path}.{unknown[0]}")
+        _check_fields(given, ("text", "image", "messages"), path)
+        if given.get("messages") is not None:
+            return _conversation(given, path)
         image, words = given.get("image"), given.get("text")
         if image is None:
             return Text(text(words, f"{path}.text"))
@@ -147,6 +149,27 @@ def _item(given: object, path: str) -> Item:
             raise InvalidRequest("an image is the bytes of its file", path=f"{path}.image")
         return Image(image, None if words is None else text(words, f"{path}.text"))
     return _token_ids(given, path, "a text, token ids or an image")
+
+
+def _conversation(given: Mapping[str, Any], path: str) -> Conversation:
+    if any(given.get(name) is not None for name in ("text", "image")):
+        raise InvalidRequest("messages exclude text and image", path=path)
+    path = f"{path}.messages"
+    messages = []
+    for i, one in enumerate(_sequence(given["messages"], path)):
+        place = f"{path}[{i}]"
+        if not isinstance(one, Mapping):
+            raise InvalidRequest("expected a map with role and content", path=place)
+        _check_fields(one, ("role", "content"), place)
+        role = text(one.get("role"), f"{place}.role")
+        messages.append(Message(role, text(one.get("content"), f"{place}.content")))  # type: ignore[arg-type]
+    return Conversation(tuple(messages))
+
+
+def _check_fields(given: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    unknown = sorted(str(name)[:64] for name in given if name not in known)
+    if unknown:
+        raise InvalidRequest("unknown field", path=f"{path}.{unknown[0]}")
 
 
 def _token_ids(given: object, path: str, expected: str) -> TokenIds:
@@ -158,9 +181,7 @@ def _token_ids(given: object, path: str, expected: str) -> TokenIds:
 
 def _document(given: object, path: str) -> Document:
     if isinstance(given, Mapping):
-        unknown = sorted(str(name)[:64] for name in given if name not in ("text", "id"))
-        if unknown:
-            raise InvalidRequest("unknown field", path=f"{path}.{unknown[0]}")
+        _check_fields(given, ("text", "id"), path)
         own = given.get("id")
         return Document(
             text(given.get("text"), f"{path}.text"),
