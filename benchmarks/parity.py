@@ -10,6 +10,7 @@ only ever checked with seeded weights says so.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ EXAMPLES: dict[str, str] = {
     "internlm2": "internlm/internlm2-1_8b-reward",
     "jina_embeddings_v3": "jinaai/jina-embeddings-v3-hf",
     "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "llama_bidirec": "nvidia/llama-nemotron-rerank-1b-v2, nvidia/llama-nemotron-embed-1b-v2",
     "ministral": "mistralai/Ministral-8B-Instruct-2410",
     "ministral3": "mistralai/Ministral-3-3B-Instruct-2512",
     "mistral": "intfloat/e5-mistral-7b-instruct",
@@ -87,6 +89,7 @@ NOTES: dict[str, str] = {
     "qwen3_moe": "expert blocks item by item, everything else packed",
     "granite": "label tokens are read with its `logits_scaling`; no classifier in transformers",
     "modernbert-decoder": "label tokens are refused: its vocabulary head has a layer before it",
+    "llama_bidirec": "NVIDIA's bidirectional Llama; its code is not run",
     "nvembed": "`trust_remote_code`; latent attention natively, the folder's code is not run",
     "siglip": "every text filled up to 64 tokens; SigLIP 2 of a fixed resolution too",
     "t5": "encoder half; the relative bias is as large as the longest item",
@@ -201,6 +204,28 @@ def nvembed(root: Path) -> Measured:
     return against(runner, list(map(Text, TEXTS)), [nvembed_reference(folder, t) for t in TEXTS])
 
 
+def llama_bidirec(root: Path) -> Measured:
+    from gpu.load import make_runner_factory
+    from schemas.requests import ClassifyRequest, Text
+    from tests.support.models import write_bidirectional
+    from tests.support.references import bidirectional_scores, bidirectional_states
+
+    folder = write_bidirectional(root / "embed", pooling="avg")
+    runner = make_runner_factory("m", folder, device="cpu")()
+    ids = [runner.encoder._tokenizer.encode(text).ids for text in TEXTS]
+    expected = [bidirectional_states(folder, np.array(one)).mean(0).numpy() for one in ids]
+    measured = against(runner, list(map(Text, TEXTS)), expected)
+    folder = write_bidirectional(root / "classify", pooling="avg", labels=2, temperature=0.5)
+    runner = make_runner_factory("m", folder, device="cpu")()
+    request = ClassifyRequest(id="r", input=tuple(map(Text, TEXTS)), raw_scores=True)
+    got = outcomes(runner, runner.encoder.encode([request])[0].items)
+    worst = max(
+        float(np.abs(row - bidirectional_scores(folder, np.array(one), "avg", 0.5)).max())
+        for row, one in zip(got, ids, strict=True)
+    )
+    return dataclasses.replace(measured, logits=worst)
+
+
 def clip(root: Path) -> Measured:
     from gpu.load import make_runner_factory
     from schemas.requests import Image, Text
@@ -274,6 +299,7 @@ def static(kind: str, root: Path) -> Measured:
 SPECIAL: dict[str, Callable[[Path], Measured]] = {
     "nvembed": nvembed,
     "clip": clip,
+    "llama_bidirec": llama_bidirec,
     "siglip": siglip,
     "qwen2_vl": qwen2_vl,
     **{kind: (lambda root, kind=kind: static(kind, root)) for kind in STATIC_TYPES},

@@ -69,6 +69,11 @@ def build_head(model: nn.Module, base: nn.Module, family: Family, config: Any) -
         m.head.float()
         m.classifier.float()
         return lambda h, s: m.classifier(m.head(last_rows(h, s).float()))
+    if family.head == "score_on_pooled":
+        m.score.float()
+        by_name = {"mean": mean_rows, "cls": first_rows, "last_token": last_rows}
+        pool, divisor = by_name[str(family.default_pooling)], family.temperature
+        return lambda h, s: m.score(pool(h, s).float()) / divisor
     raise ValueError(f"no head recipe for model type {family.model_type}")
 
 

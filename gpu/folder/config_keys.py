@@ -154,6 +154,13 @@ num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token
 partial_rotary_factor pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta
 tie_word_embeddings use_cache vocab_size
 """,
+    "llama_bidirec": """
+attention_bias attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size
+initializer_range intermediate_size max_position_embeddings mlp_bias num_attention_heads
+num_hidden_layers num_key_value_heads original_max_position_embeddings pad_token_id
+partial_rotary_factor pretraining_tp rms_norm_eps rope_parameters rope_scaling rope_theta
+tie_word_embeddings use_cache vocab_size
+""",
     "ministral": """
 attention_dropout bos_token_id eos_token_id head_dim hidden_act hidden_size initializer_range
 intermediate_size layer_types max_position_embeddings num_attention_heads num_hidden_layers

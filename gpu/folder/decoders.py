@@ -7,6 +7,7 @@ the same model type is refused by name unless the operator says what it computes
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,10 @@ from gpu.folder.spec import Overrides
 REWARD_SUFFIX = "ForRewardModel"
 _HEADS = ("ForSequenceClassification", "ForMaskedLM")
 # Encoders whose folders carried the code that transformers took over under the same names.
+# What code of a folder is computed here without running it, by model type: see `gpu.folder.families`.
+_KNOWN_CODE = {
+    "llama_bidirec": ("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification")
+}
 _UPSTREAMED = frozenset({"nomic_bert", "eurobert"})
 
 
@@ -52,6 +57,8 @@ def check_folder_code(
     if said.trust_remote_code or remote is None:
         return ()
     name = str(remote).rsplit(".", 1)[-1]
+    if name in _KNOWN_CODE.get(family.model_type, ()):
+        return (f"the folder's own {name} is not run; transformers' Llama computes the same",)
     plain = family.model_type.replace("_", "") + (suffix or "Model")
     if name.lower() != plain.lower() or not (family.causal or family.model_type in _UPSTREAMED):
         raise ModelLoadError(
@@ -87,6 +94,33 @@ def remote_family(
             f"({remote}); {why + '; or ' if why else ''}read that code, then set `trust_remote_code = true` for this model"
         )
     return Family(model_type, learned_positions=False, head=None, remote=True)
+
+
+POOLED_AS = {"avg": "mean", "cls": "cls", "last": "last_token"}
+"""`pooling` of a bidirectional Llama's config.json -> our word for it."""
+
+
+def bidirectional_fields(
+    config: Mapping[str, Any], family: Family, said: Overrides
+) -> tuple[Family, bool | None]:
+    """(the row with what the config names of it, whether attention is causal). The temperature is read here because
+    transformers drops the key, which generation has too. NVIDIA's class attends
+    both ways unless `is_causal` says otherwise, and takes the mean where no pooling is named."""
+    if family.head != "score_on_pooled":
+        return family, said.causal
+    pooling: Any = POOLED_AS.get(str(config.get("pooling", "avg")))
+    causal = bool(config.get("is_causal", False)) if said.causal is None else said.causal
+    temperature = config.get("temperature")
+    temperature = 1.0 if temperature is None else temperature
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or temperature <= 0
+    ):
+        raise ModelLoadError(f"config.json: temperature = {temperature!r} is not above 0")
+    return dataclasses.replace(
+        family, default_pooling=pooling, temperature=float(temperature)
+    ), causal
 
 
 def attention_notes(config: Mapping[str, Any], family: Family, causal: bool | None) -> list[str]:

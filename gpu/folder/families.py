@@ -21,6 +21,7 @@ HeadRecipe: TypeAlias = Literal[
     "eurobert",  # classifier(gelu(dense(first token or mean))), or the mean of that per token
     "score_on_last",  # score(last token)
     "modernbert_decoder",  # classifier(head(last token))
+    "score_on_pooled",  # score(mean, first or last token) / temperature
 ]
 
 LAST_TOKEN_HEADS: tuple[HeadRecipe, ...] = ("score_on_last", "modernbert_decoder")
@@ -52,8 +53,9 @@ class Family:
     padded_because: why this family cannot run packed; None: it can (and the self-check proves it).
     wrapper: what `gpu.forward.wrappers` changes so that it can; None: nothing has to be.
     remote: no row of this table: its class is code in the model folder.
-    loads_as: transformers class of an embedding model where AutoModel would give another one.
+    loads_as: transformers class of an embedding model where AutoModel would give another one, or none.
     task_adapters: folders in the model's own hold LoRA adapters, which a prompt's name picks.
+    temperature: what a pooled score is divided by, where config.json names one.
     """
 
     model_type: str
@@ -68,6 +70,7 @@ class Family:
     wrapper: Wrapper | None = None
     loads_as: str | None = None
     task_adapters: bool = False
+    temperature: float = 1.0
 
 
 def _decoder(model_type: str, **changes: Any) -> Family:
@@ -104,6 +107,7 @@ _ROWS = (
     _decoder("qwen2"),
     _decoder("qwen3"),
     _decoder("llama"),
+    _decoder("llama_bidirec", head="score_on_pooled", loads_as="LlamaModel", default_pooling=None),
     _decoder("mistral"),
     _decoder("gemma3_text", default_pooling=None),
     _decoder("gemma"),

@@ -303,6 +303,11 @@ ROWS: dict[str, dict[str, Any]] = {
 
 # What checkpoints of one model type hold beside what transformers' class reads.
 FOLDER_CONFIG: dict[str, dict[str, Any]] = {
+    "llama_bidirec": {
+        "library": "NVIDIA's code",
+        "honoured": "temperature",
+        "only": {"pooling": (("avg", "cls", "last"), _NOT_YET)},
+    },
     "albert": {
         "library": _TF,
         "only": {

@@ -21,11 +21,7 @@ NOT_HERE = {
     "(`AutoModel.from_pretrained(repo).language_model.save_pretrained(folder)`)",
     "minicpm": "its layerwise scores are read off a head behind each layer, which is not computed here; take "
     "bge-reranker-v2-m3 or bge-reranker-v2-gemma",
-    **dict.fromkeys(
-        ("llama_bidirec", "llama_nemotron_vl"),
-        "its class is Llama without causality and a mean of its own before the head; save an embedder as "
-        "`LlamaModel` and set `causal = false`, a reranker of that kind is not computed here",
-    ),
+    "llama_nemotron_vl": "its images are not computed here; take llama-nemotron-embed-1b-v2 or CLIP",
     **dict.fromkeys(
         ("qwen3_vl", "qwen2_5_vl", "jina_embeddings_v4", "colpali", "colqwen2", "idefics3"),
         "this tower of images is not computed here; take CLIP or GME",

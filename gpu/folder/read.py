@@ -18,6 +18,7 @@ from gpu.folder.chat import read_chat
 from gpu.folder.config_keys import READ_BY_TYPE
 from gpu.folder.decoders import (
     attention_notes,
+    bidirectional_fields,
     check_folder_code,
     is_reward,
     remote_family,
@@ -77,7 +78,7 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     architecture = str((config.get("architectures") or [""])[0])
     if odd := odd_architecture(folder, architecture):
         raise ModelLoadError(odd)
-    family = _family(folder, config, architecture, said)
+    family, causal = bidirectional_fields(config, _family(folder, config, architecture, said), said)
     if not weight_files(weights):
         raise ModelLoadError(no_weights(weights))
     check_files(weights)
@@ -94,7 +95,7 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
             folder, transformer, config, family, named=calls.limit, override=said.max_tokens
         ),
         "calls": calls,
-        "causal": said.causal,
+        "causal": causal,
         "adapter": adapter,
         "chat": read_chat(folder, transformer, pools=modules.pooling is not None),
     }
@@ -158,7 +159,7 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
         if has_sides(*parts, dense=answer.get("pooling") is not None):
             common |= side_fields(folder, common, answer["multivector"])
     answer["notes"] = (
-        *answer.get("notes", ()), *notes, *attention_notes(config, family, said.causal)
+        *answer.get("notes", ()), *notes, *attention_notes(config, family, causal)
     )  # fmt: skip
     if adapter is not None:
         if common.get("label_head") is not None:

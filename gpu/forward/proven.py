@@ -121,7 +121,9 @@ def _proven(
     if hasattr(loaded.model, "set_attn_implementation"):
         loaded.model.set_attn_implementation(native)  # type: ignore[operator]
     reference = exact = reference_states(loaded.base, batch, device)
-    logits = reference_logits(loaded.model, batch, device) if spec.head else None
+    logits = None
+    if spec.head:
+        logits = reference_logits(loaded.model, batch, device, spec.family)
     tokens = reference_tokens(loaded.model, batch, device) if spec.has_mlm_head else None
     half: set[nn.Module] = set()
     if prepacked and settings.speed == "bf16":

@@ -18,6 +18,7 @@ from torch import nn
 
 from gpu.batch import EncodedItem, PackedBatch, pack
 from gpu.folder.decoders import length_dependent
+from gpu.folder.families import Family
 from gpu.forward.packed import Forward, PackedForward, fixed_arguments
 
 # fp32: relative to the largest activation. Measured on every family: 2e-5 at activations of 4 to 22
@@ -92,9 +93,26 @@ def reference_states(base: nn.Module, batch: PackedBatch, device: torch.device) 
     return torch.cat([_alone(base, item, device).last_hidden_state[0] for item in batch.items])
 
 
-def reference_logits(model: nn.Module, batch: PackedBatch, device: torch.device) -> torch.Tensor:
+def reference_logits(
+    model: nn.Module, batch: PackedBatch, device: torch.device, family: Family
+) -> torch.Tensor:
     """[n_items, n_labels]: each item alone through the whole `*ForSequenceClassification`."""
+    if family.head == "score_on_pooled":
+        return _pooled_logits(model, batch, device, family)
     return torch.stack([_alone(model, item, device).logits[0] for item in batch.items])
+
+
+@torch.inference_mode()
+def _pooled_logits(
+    model: Any, batch: PackedBatch, device: torch.device, family: Family
+) -> torch.Tensor:
+    """Of a bidirectional Llama, whose class is not transformers': its own formula over transformers' states."""
+    rows = []
+    for item in batch.items:
+        states = _alone(model.base_model, item, device).last_hidden_state[0]
+        pooled = {"mean": states.mean(0), "cls": states[0], "last_token": states[-1]}
+        rows.append(model.score(pooled[str(family.default_pooling)]) / family.temperature)
+    return torch.stack(rows)
 
 
 MLM_PROBE_TOKENS = 64

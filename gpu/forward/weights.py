@@ -71,7 +71,10 @@ def load_model(
     if is_reward(spec.architecture):
         auto = AutoModel  # the folder's own class, whole
     if spec.family.loads_as is not None:
-        auto = getattr(transformers, spec.family.loads_as)
+        name = spec.family.loads_as
+        if spec.head:
+            name = name.removesuffix("Model") + "ForSequenceClassification"
+        auto = getattr(transformers, name)
     model: Any
     try:
         if spec.model_type == NVEMBED:

@@ -44,12 +44,14 @@ def read_keys() -> tuple[set[str], dict[str, set[str]]]:
 
     from gpu.folder.families import FAMILIES, VISION_FAMILIES
 
+    stand_ins = {"llama_bidirec": "llama"}
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     found: dict[str, set[str]] = {}
     for model_type in sorted({**FAMILIES, **VISION_FAMILIES}):
-        if model_type not in CONFIG_MAPPING:
+        known = stand_ins.get(model_type, model_type)
+        if known not in CONFIG_MAPPING:
             continue  # its class comes with the folder
-        config_class = CONFIG_MAPPING[model_type]
+        config_class = CONFIG_MAPPING[known]
         found[model_type] = _of(config_class) - common
         for name, sub in (config_class.sub_configs or {}).items():
             if hasattr(sub, "model_type") and sub.model_type:

@@ -293,6 +293,27 @@ def write_model(
     return folder
 
 
+def write_bidirectional(folder: Path, *, pooling: str | None = None, **fields: Any) -> Path:
+    """A Llama as NVIDIA's rerankers and embedders name theirs: code of the folder, attention both ways.
+
+    pooling: of the config; None: it names none. fields: as in `write_model`, `temperature` for the config.
+    """
+    temperature = fields.pop("temperature", None)
+    write_model(folder, "llama", **({"pooling": None} | fields))
+    head = "ForSequenceClassification" if "labels" in fields else "Model"
+    edit_json(
+        folder / "config.json",
+        model_type="llama_bidirec",
+        architectures=[f"LlamaBidirectional{head}"],
+        auto_map={
+            f"AutoModel{head.removesuffix('Model')}": f"llama_bidirectional_model.LlamaBidirectional{head}"
+        },
+        pooling=pooling,
+        temperature=temperature,
+    )
+    return folder
+
+
 def write_adapter(folder: Path, base: Path, **lora: Any) -> Path:
     """A LoRA adapter to the model folder `base`, far from zero, with the base's other files."""
     import shutil

@@ -7,6 +7,7 @@ What must stay true: one item at a time, through transformers' own classes; noth
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +50,30 @@ def siglip_reference(folder: Path, text: str | None, data: bytes | None) -> np.n
         picture = Pil.open(io.BytesIO(data or b"")).convert("RGB")
         pixels = SiglipImageProcessorPil.from_pretrained(folder)(picture, return_tensors="pt")
         return model.get_image_features(**pixels).pooler_output[0].numpy()
+
+
+def bidirectional_states(folder: Path, ids: np.ndarray) -> Any:
+    """[n_tokens, hidden]: transformers' Llama under a mask that hides nothing."""
+    import torch
+    from transformers import LlamaModel
+
+    model = LlamaModel.from_pretrained(folder).eval()
+    mask = torch.zeros(1, 1, len(ids), len(ids))
+    with torch.no_grad():
+        given = torch.from_numpy(ids.astype(np.int64))[None]
+        return model(given, attention_mask=mask).last_hidden_state[0]
+
+
+def bidirectional_scores(
+    folder: Path, ids: np.ndarray, pooling: str, temperature: float
+) -> np.ndarray:
+    """[n_labels]: NVIDIA's LlamaBidirectionalForSequenceClassification in words: pool, score, divide."""
+    from safetensors.torch import load_file
+
+    states = bidirectional_states(folder, ids)
+    pooled = {"avg": states.mean(0), "cls": states[0], "last": states[-1]}[pooling]
+    weight = load_file(folder / "model.safetensors")["score.weight"]
+    return (weight @ pooled / temperature).numpy()
 
 
 TEMPLATE = (

@@ -111,7 +111,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "SigLIP 2 NaFlex": (typed("siglip2"), "a SigLIP 2 model of a fixed resolution"),
     "EmbeddingGemma 2 with its towers": (typed("embedding_gemma2"), "save its text tower on its own"),
     "a layerwise MiniCPM": (typed("minicpm", code=True), "head behind each layer"),
-    "a bidirectional Llama (Nemotron)": (typed("llama_bidirec", code=True), "`LlamaModel`"),
+    "a Nemotron that takes images": (typed("llama_nemotron_vl", code=True), "its images are not computed"),
     "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
     "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),
     "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),

@@ -129,7 +129,11 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones(folder: Path) -> N
 
 
 def test_every_family_that_tests_write_has_its_row() -> None:
-    from_folder = {"internlm2", "nvembed"}  # what they are comes with the model folder
+    from_folder = {
+        "llama_bidirec",
+        "internlm2",
+        "nvembed",
+    }  # what they are comes with the model folder
     assert {*FAMILY_NAMES, *ENCODER_NAMES, *MORE_NAMES} == set(FAMILIES) - from_folder
 
 
