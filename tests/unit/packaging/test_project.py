@@ -110,12 +110,14 @@ def test_ci_runs_the_readme_commands() -> None:
     script = ROOT / ".ci" / "run"
     text = script.read_text("utf-8")
     assert script.stat().st_mode & stat.S_IXUSR
-    assert all(f"make {target}" in text for target in ("check", "test", "faults"))
+    assert all(f"make {target}" in text for target in ("check", "test", "stores", "faults"))
     assert "--require-servers=" in text
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("target", ["demo", "up", "test", "faults", "check", "bench", "clean"])
+@pytest.mark.parametrize(
+    "target", ["demo", "up", "test", "stores", "faults", "check", "bench", "clean"]
+)
 def test_make_targets_set_up_their_own_environment(target: str, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     shown = subprocess.run(
