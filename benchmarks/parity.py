@@ -52,6 +52,7 @@ EXAMPLES: dict[str, str] = {
     "jina_embeddings_v3": "jinaai/jina-embeddings-v3-hf",
     "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "llama_bidirec": "nvidia/llama-nemotron-rerank-1b-v2, nvidia/llama-nemotron-embed-1b-v2",
+    "minicpm": "BAAI/bge-reranker-v2-minicpm-layerwise",
     "ministral": "mistralai/Ministral-8B-Instruct-2410",
     "ministral3": "mistralai/Ministral-3-3B-Instruct-2512",
     "mistral": "intfloat/e5-mistral-7b-instruct",
@@ -90,6 +91,7 @@ NOTES: dict[str, str] = {
     "granite": "label tokens are read with its `logits_scaling`; no classifier in transformers",
     "modernbert-decoder": "label tokens are refused: its vocabulary head has a layer before it",
     "llama_bidirec": "NVIDIA's bidirectional Llama; its code is not run",
+    "minicpm": "layerwise rerankers alone; `cutoff_layer` says which layer; its code is not run",
     "nvembed": "`trust_remote_code`; latent attention natively, the folder's code is not run",
     "siglip": "every text filled up to 64 tokens; SigLIP 2 of a fixed resolution too",
     "t5": "encoder half; the relative bias is as large as the longest item",
@@ -226,6 +228,26 @@ def llama_bidirec(root: Path) -> Measured:
     return dataclasses.replace(measured, logits=worst)
 
 
+def minicpm(root: Path) -> Measured:
+    from gpu.load import make_runner_factory
+    from schemas.requests import Document, RerankRequest
+    from tests.support.models_decoders import write_layerwise
+    from tests.support.references import layerwise_score
+
+    folder = write_layerwise(root / "rerank")
+    worst, same = 0.0, True
+    for layer in (2, 3, 4):
+        runner = make_runner_factory("m", folder, device="cpu", cutoff_layer=layer)()
+        documents = tuple(map(Document, TEXTS))
+        request = RerankRequest(id="r", query="kafka?", documents=documents, raw_scores=True)
+        items: Any = runner.encoder.encode([request])[0]
+        got = outcomes(runner, items.items)
+        for item, row in zip(items.items, got, strict=True):
+            worst = max(worst, abs(float(row[0]) - layerwise_score(folder, item.input_ids, layer)))
+            same = same and np.array_equal(outcomes(runner, [item])[0], row)
+    return Measured(packed=runner.info.packed, same_bytes=same, logits=worst)
+
+
 def clip(root: Path) -> Measured:
     from gpu.load import make_runner_factory
     from schemas.requests import Image, Text
@@ -300,10 +322,12 @@ SPECIAL: dict[str, Callable[[Path], Measured]] = {
     "nvembed": nvembed,
     "clip": clip,
     "llama_bidirec": llama_bidirec,
+    "minicpm": minicpm,
     "siglip": siglip,
     "qwen2_vl": qwen2_vl,
     **{kind: (lambda root, kind=kind: static(kind, root)) for kind in STATIC_TYPES},
 }
+SCORERS = ("minicpm",)  # no vectors
 UNMEASURED = ("internlm2",)  # there is no class to seed without the folder's own code
 
 

@@ -86,6 +86,7 @@ class RunnerFactory:
             else settings.rerank_template,
             label_tokens=settings.label_tokens or None,
             causal=None if settings.causal == "auto" else settings.causal,
+            cutoff_layer=None if settings.cutoff_layer == "auto" else settings.cutoff_layer,
             trust_remote_code=settings.trust_remote_code,
             ignore_keys=settings.ignore_keys,
             offline=self.offline,

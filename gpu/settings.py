@@ -107,6 +107,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             "folder says."
         ),
     ] = "auto"
+    cutoff_layer: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | Literal["auto"],
+        Meta(
+            description="Behind which layer a layerwise reranker (MiniCPM) is read; the layers after it are not "
+            'loaded. "auto": the last.'
+        ),
+    ] = "auto"
     rerank_template: Annotated[
         str | None,
         Meta(

@@ -65,6 +65,9 @@ def build_head(model: nn.Module, base: nn.Module, family: Family, config: Any) -
         score = m.score if hasattr(m, "score") else m.v_head  # InternLM2 rewards say v_head
         score.float()
         return lambda h, s: score(last_rows(h, s).float())
+    if family.head == "layerwise":
+        m.score.float()
+        return lambda h, s: m.score(last_rows(h, s).float())
     if family.head == "modernbert_decoder":
         m.head.float()
         m.classifier.float()

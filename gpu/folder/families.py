@@ -21,6 +21,7 @@ HeadRecipe: TypeAlias = Literal[
     "eurobert",  # classifier(gelu(dense(first token or mean))), or the mean of that per token
     "score_on_last",  # score(last token)
     "modernbert_decoder",  # classifier(head(last token))
+    "layerwise",  # score(last token), which is the model's pad token too
     "score_on_pooled",  # score(mean, first or last token) / temperature
 ]
 
@@ -123,6 +124,7 @@ _ROWS = (
     _decoder("phi"),
     _decoder("qwen3_moe", wrapper="moe"),
     _decoder("smollm3"),
+    _decoder("minicpm", head="layerwise", default_pooling=None),
     _decoder("internlm2"),  # its classes come with the folder
     Family("ernie", head="pooler_classifier", mlm="cls"),
     Family("embedding_gemma2_text", learned_positions=False, default_pooling="mean", head=None),

@@ -303,6 +303,18 @@ ROWS: dict[str, dict[str, Any]] = {
 
 # What checkpoints of one model type hold beside what transformers' class reads.
 FOLDER_CONFIG: dict[str, dict[str, Any]] = {
+    "minicpm": {
+        "library": "FlagEmbedding",
+        "honoured": """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+            num_key_value_heads hidden_act rms_norm_eps rope_theta scale_emb scale_depth start_layer
+            max_position_embeddings""",
+        "inert": "dim_model_base pad_token_id",  # the first is for the heads that are refused
+        "only": {
+            "head_type": (("simple",), "its heads give a score for every token of the vocabulary"),
+            "head_multi": ((True, False), ""),
+            "rope_scaling": ((None,), _NOT_YET),
+        },
+    },
     "llama_bidirec": {
         "library": "NVIDIA's code",
         "honoured": "temperature",

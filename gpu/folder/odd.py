@@ -19,8 +19,8 @@ NOT_HERE = {
     "a SigLIP 2 model of a fixed resolution (its config.json says `siglip`)",
     "embedding_gemma2": "its images and sounds are not computed here; save its text tower on its own "
     "(`AutoModel.from_pretrained(repo).language_model.save_pretrained(folder)`)",
-    "minicpm": "its layerwise scores are read off a head behind each layer, which is not computed here; take "
-    "bge-reranker-v2-m3 or bge-reranker-v2-gemma",
+    "minicpm": "of MiniCPM only the layerwise reranker (LayerWiseMiniCPMForCausalLM) is computed here; take it, or "
+    "bge-reranker-v2-m3",
     "llama_nemotron_vl": "its images are not computed here; take llama-nemotron-embed-1b-v2 or CLIP",
     **dict.fromkeys(
         ("qwen3_vl", "qwen2_5_vl", "jina_embeddings_v4", "colpali", "colqwen2", "idefics3"),

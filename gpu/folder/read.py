@@ -27,6 +27,7 @@ from gpu.folder.embedder import embed_fields, read_prompts
 from gpu.folder.families import FAMILIES, Family, position_offset
 from gpu.folder.fingerprint import fingerprint_of
 from gpu.folder.keys import KeyReader
+from gpu.folder.layerwise import MINICPM, read_layerwise
 from gpu.folder.limits import max_tokens
 from gpu.folder.modules import read_modules
 from gpu.folder.nvembed import read_nvembed
@@ -48,7 +49,7 @@ from gpu.folder.stored import check_files, read_json, weight_files
 from gpu.folder.vision import read_vision
 from schemas.requests import Task
 
-_OTHER_SHAPES = (read_static, read_nvembed, read_vision)
+_OTHER_SHAPES = (read_static, read_nvembed, read_layerwise, read_vision)
 
 
 def load_spec(folder: str | Path, **overrides: Any) -> ModelSpec:
@@ -63,8 +64,12 @@ def load_spec(folder: str | Path, **overrides: Any) -> ModelSpec:
     refuse_odd(folder)
     for read in _OTHER_SHAPES:
         if (found := read(folder, said)) is not None:
-            return found
-    return _read_text(folder, said)
+            break
+    else:
+        found = _read_text(folder, said)
+    if said.cutoff_layer is not None and found.model_type != MINICPM:
+        raise ModelLoadError(f"{folder}: cutoff_layer is for layerwise rerankers")
+    return found
 
 
 def _read_text(folder: Path, said: Overrides) -> ModelSpec:
@@ -198,8 +203,8 @@ def _check_keys(
 
 def _family(folder: Path, config: Mapping[str, Any], architecture: str, said: Overrides) -> Family:
     model_type = str(config.get("model_type", ""))
-    family = FAMILIES.get(model_type)
     why = NOT_HERE.get(model_type)
+    family = FAMILIES.get(model_type) if why is None else None
     if family is None:
         family = remote_family(folder, config, why, trust_remote_code=said.trust_remote_code)
     if family is None:

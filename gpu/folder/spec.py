@@ -27,6 +27,7 @@ class Overrides:
     """What an operator says about a model instead of its folder; None: as the folder says.
 
     prompts are added to the folder's. causal: whether a decoder attends to earlier tokens only.
+    cutoff_layer: where a layerwise reranker is read.
     rerank_template, label_tokens: see `gpu.folder.rerankers`. ignore_keys: see `gpu.folder.keys`.
     offline: the base model of an adapter is not fetched.
     """
@@ -39,6 +40,7 @@ class Overrides:
     rerank_template: str | None = None
     label_tokens: tuple[str, ...] | None = None
     causal: bool | None = None
+    cutoff_layer: int | None = None
     trust_remote_code: bool = False
     ignore_keys: tuple[str, ...] = ()
     offline: bool = True

@@ -17,8 +17,10 @@ from torch import nn
 from gpu.faults import ModelLoadError
 from gpu.folder.decoders import is_reward
 from gpu.folder.fingerprint import refused_pickle
+from gpu.folder.layerwise import MINICPM
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.spec import ModelSpec
+from gpu.forward.layerwise import load_layerwise
 from gpu.forward.lora import merged
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
@@ -79,6 +81,8 @@ def load_model(
     try:
         if spec.model_type == NVEMBED:
             model, report = load_nvembed(spec, dtype)
+        elif spec.model_type == MINICPM:
+            model, report = load_layerwise(spec, dtype)
         else:
             model, report = auto.from_pretrained(
                 str(spec.weights_folder),

@@ -264,3 +264,70 @@ def write_remote(folder: Path, code: str, class_name: str, *, module: str) -> Pa
         auto_map={"AutoModel": f"{module}.{class_name}"},
     )
     return folder
+
+
+def write_layerwise(
+    folder: Path,
+    *,
+    layers: int = 4,
+    start: int = 2,
+    multi: bool = True,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A LayerWiseMiniCPMForCausalLM with a head behind each layer from `start` on, or one for all."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, names = chat_tokenizer()
+    write_tokenizer(folder, tokenizer, names)
+    hidden, inner, keys, vocab = 32, 64, 16, tokenizer.get_vocab_size()
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int, scale: float = 0.3) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    state = {"model.embed_tokens.weight": noise(vocab, hidden, scale=0.1)}
+    state["model.norm.weight"] = 1 + noise(hidden)
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        state[f"{at}input_layernorm.weight"] = 1 + noise(hidden)
+        state[f"{at}post_attention_layernorm.weight"] = 1 + noise(hidden)
+        for name, size in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
+            state[f"{at}self_attn.{name}_proj.weight"] = noise(size, hidden)
+        for name, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        ):
+            state[f"{at}mlp.{name}_proj.weight"] = noise(*shape, scale=0.2)
+    for name in [f"{j}." for j in range(layers - start + 1)] if multi else [""]:
+        state[f"lm_head.{name}linear_head.weight"] = noise(1, hidden)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    _dump(
+        folder / "config.json",
+        {
+            "model_type": "minicpm",
+            "architectures": ["LayerWiseMiniCPMForCausalLM"],
+            "auto_map": {
+                "AutoModelForCausalLM": "modeling_minicpm_reranker.LayerWiseMiniCPMForCausalLM"
+            },
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 16,
+            "start_layer": start,
+            "head_multi": multi,
+            "head_type": "simple",
+            "pad_token_id": tokenizer.token_to_id(END),
+            **config,
+        },
+    )
+    return folder

@@ -76,6 +76,50 @@ def bidirectional_scores(
     return (weight @ pooled / temperature).numpy()
 
 
+def layerwise_score(folder: Path, ids: np.ndarray, cut: int) -> float:
+    """FlagEmbedding's layerwise MiniCPM in words, float64: causal layers with rotary halves, embeddings and
+    residuals scaled, the norm and the head behind layer `cut` on the last token."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file
+
+    c = json.loads((folder / "config.json").read_text())
+    w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
+    n, heads, groups = len(ids), c["num_attention_heads"], c["num_key_value_heads"]
+    size = c["hidden_size"] // heads
+    scale = c["scale_depth"] / c["num_hidden_layers"] ** 0.5
+    turns = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.outer(torch.arange(n, dtype=torch.float64), turns).repeat(1, 2)
+
+    def normed(x: Any, name: str) -> Any:
+        return w[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def turned(x: Any) -> Any:
+        left, right = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
+
+    x = w["model.embed_tokens.weight"][torch.from_numpy(ids.astype(np.int64))] * c["scale_emb"]
+    hidden_from = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+    for i in range(cut):
+        at = f"model.layers.{i}."
+        seen = normed(x, f"{at}input_layernorm.weight")
+        q, k, v = (
+            (seen @ w[f"{at}self_attn.{name}_proj.weight"].T).view(n, -1, size).transpose(0, 1)
+            for name in "qkv"
+        )
+        k, v = (t.repeat_interleave(heads // groups, dim=0) for t in (turned(k), v))
+        weights = torch.softmax(turned(q) @ k.transpose(1, 2) / size**0.5 + hidden_from, -1)
+        mixed = (weights @ v).transpose(0, 1).reshape(n, -1)
+        x = x + scale * mixed @ w[f"{at}self_attn.o_proj.weight"].T
+        seen = normed(x, f"{at}post_attention_layernorm.weight")
+        gate, up = (seen @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + scale * (torch.nn.functional.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].T
+    name = f"{cut - c['start_layer']}." if c["head_multi"] else ""
+    last = normed(x[-1], "model.norm.weight")
+    return float(w[f"lm_head.{name}linear_head.weight"][0] @ last)
+
+
 TEMPLATE = (
     "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n"
     "<|im_start|>assistant\n<|endoftext|>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.parity import EXAMPLES, UNMEASURED
+from benchmarks.parity import EXAMPLES, SCORERS, UNMEASURED
 from gpu.folder.families import FAMILIES, VISION_FAMILIES
 from gpu.folder.static import STATIC_TYPES
 
@@ -35,7 +35,7 @@ def test_the_figures_hold_the_bounds() -> None:
     for name, (_, run, diff, lost, same, logits, sparse, _) in ROWS.items():
         if name in UNMEASURED:
             continue
-        assert float(diff) <= 1e-5 and float(lost) <= 1e-6, name
+        assert name in SCORERS or (float(diff) <= 1e-5 and float(lost) <= 1e-6), name
         assert same == "yes", name
         assert run == ("" if name in STATIC_TYPES else "packed"), name
         family = {**FAMILIES, **VISION_FAMILIES}.get(name)

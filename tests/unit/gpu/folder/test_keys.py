@@ -180,11 +180,15 @@ def test_every_family_with_images_refuses_one_foreign_key(
 
 def test_every_family_of_the_table_is_tried_above() -> None:
     assert set(VISION_FAMILIES) == set(VISION)
-    tried = {*FAMILY_NAMES, *ENCODERS, *MORE_NAMES} | {
-        "internlm2",
-        "nvembed",
-        "llama_bidirec",
-    }  # the last three bring code; tests/parity/test_bidirectional.py tries the third
+    tried = (
+        {*FAMILY_NAMES, *ENCODERS, *MORE_NAMES}
+        | {
+            "internlm2",
+            "nvembed",
+            "llama_bidirec",
+            "minicpm",
+        }
+    )  # the last four bring code; tests/parity tries the third (test_bidirectional) and fourth (test_layerwise)
     assert set(FAMILIES) <= tried
 
 

@@ -110,7 +110,9 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "an adapter whose base model is not at hand": (adapter, "an adapter to a/base, which is not at hand"),
     "SigLIP 2 NaFlex": (typed("siglip2"), "a SigLIP 2 model of a fixed resolution"),
     "EmbeddingGemma 2 with its towers": (typed("embedding_gemma2"), "save its text tower on its own"),
-    "a layerwise MiniCPM": (typed("minicpm", code=True), "head behind each layer"),
+    "MiniCPM that is no layerwise reranker": (
+        typed("minicpm", code=True), "only the layerwise reranker",
+    ),
     "a Nemotron that takes images": (typed("llama_nemotron_vl", code=True), "its images are not computed"),
     "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
     "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),

@@ -131,6 +131,7 @@ def test_an_unknown_model_type_is_refused_with_the_known_ones(folder: Path) -> N
 def test_every_family_that_tests_write_has_its_row() -> None:
     from_folder = {
         "llama_bidirec",
+        "minicpm",
         "internlm2",
         "nvembed",
     }  # what they are comes with the model folder
