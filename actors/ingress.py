@@ -1,9 +1,10 @@
 """Ingress: records in, admitted requests out; whatever cannot enter is answered here and now.
 
-Who calls it: one supervised task per route.
+Who calls it: supervised tasks, per route one that receives and one per lane for what waits aside.
 What must stay true: every delivery that `receive` handed out ends here in exactly one of: admitted,
 joined to its running twin, refused (failure reply, dead letter), settled (tombstone, cancel record),
-or released (stopped while it waited). Nothing is decoded twice; user text is never logged.
+or released (stopped while it waited). A record whose lane is full lets records of the other lane pass, and
+none of its own. Nothing is decoded twice; user text is never logged.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import contextlib
 import hashlib
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
+from typing import Any
 
 import structlog
 
-from actors.admission import Accept, Admission, Reject
+from actors.admission import Accept, Admission, Reject, Wait
 from actors.egress import Egress
 from actors.in_flight import InFlightTable
 from actors.messages import InFlight, Outgoing
+from actors.parking import Parked, Parking
 from actors.ports import Clock, Delivery, Metrics, SourceClosed
 from actors.route import Decoded, Refusal, Route
 from actors.tokenizer import Tokenizer
@@ -28,18 +31,20 @@ from gpu.batch import ModelInfo
 from schemas.errors import (
     Cancelled,
     EmbedstreamError,
+    Expired,
     Internal,
     InvalidRequest,
     UndecodableRecord,
 )
 from schemas.headers import REQUEST_HEADERS, salvage_headers
-from schemas.requests import AnyRequest, CancelRequest
+from schemas.requests import LANES, AnyRequest, CancelRequest, Lane
 from schemas.validation import ALL_FIELDS
 
 log = structlog.get_logger(__name__)
 
 _KNOWN = "|".join(map(re.escape, {*ALL_FIELDS, *REQUEST_HEADERS, "text", "image", "id"}))
 _KNOWN_PATH = re.compile(rf"(\$|headers)(\.({_KNOWN})(?=[.\[]|$)|\[\d+\])*")
+_LOOK_AGAIN_S = 0.5  # at deadlines and withdrawals of what is parked
 _LONGEST_WAIT_S = 3600.0  # of one look; a deadline may be any number
 
 
@@ -67,7 +72,9 @@ class Ingress:
         self._clock = clock
         self._metrics = metrics
         self._held: deque[Delivery] = deque()
-        self._current: Delivery | None = None
+        self._owned: dict[int, Delivery] = {}  # received, and nobody else's yet, in their order
+        self._parkings = {lane: Parking() for lane in LANES}
+        self._look_again_at = 0.0
         self.closed = asyncio.Event()
 
     async def run(self) -> None:
@@ -77,18 +84,37 @@ class Ingress:
                 try:
                     self._held.extend(await self.route.source.receive())
                 except SourceClosed:
+                    for parking in self._parkings.values():
+                        await parking.quiet.wait()
                     self.closed.set()
                     return
+                self._owned.update((id(delivery), delivery) for delivery in self._held)
                 await self._look_ahead()
                 while self._held:
-                    self._current = self._held.popleft()
-                    await self._accept_guarded(self._current)
+                    delivery = self._held.popleft()
+                    await self._guarded(delivery, self._accept(delivery))
         finally:
             # Cancelled, or a bug: what was received and not admitted goes back.
-            if self._current is not None:
-                self._held.appendleft(self._current)
-            while self._held:
-                self._held.popleft().release("stopped before admission")
+            for parking in self._parkings.values():
+                for parked in parking:
+                    parked.leave()
+            self._held.clear()
+            while self._owned:
+                self._owned.pop(next(iter(self._owned))).release("stopped before admission")
+
+    async def run_parked(self, lane: Lane) -> None:
+        """Admit what waits aside of one lane, in its order, for ever."""
+        parking = self._parkings[lane]
+        while True:
+            await parking.some.wait()
+            head = parking.head
+            assert head is not None
+            try:
+                await self._guarded(
+                    head.delivery, self._admit(head.delivery, head.decoded, head.request, head)
+                )
+            finally:
+                head.leave()
 
     async def _look_ahead(self) -> None:
         try:
@@ -96,9 +122,9 @@ class Ingress:
         except Exception as error:  # noqa: BLE001  boundary: each record is decoded without it
             log.warning("look_ahead_failed", route=self.route.name, error_type=type(error).__name__)
 
-    async def _accept_guarded(self, delivery: Delivery) -> None:
+    async def _guarded(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._accept(delivery)
+            await work
         except Exception as error:
             log.error(
                 "ingress_failed",
@@ -136,7 +162,7 @@ class Ingress:
             return
         request = decoded.request
         if isinstance(request, CancelRequest):
-            self._cancel(request.id)
+            await self._cancel(request.id)
             self._settle(delivery)
             return
         if delivery.attempt > self.route.max_attempts:
@@ -151,26 +177,38 @@ class Ingress:
 
     def _give_back(self, delivery: Delivery) -> None:
         delivery.release("withdrawn before it was admitted")
-        self._current = None
+        self._disown(delivery)
 
     def _settle(self, delivery: Delivery) -> None:
         delivery.settle()
-        self._current = None
+        self._disown(delivery)
 
-    async def _admit(self, delivery: Delivery, decoded: Decoded, request: AnyRequest) -> None:
+    def _disown(self, delivery: Delivery, parked: Parked | None = None) -> None:
+        self._owned.pop(id(delivery), None)
+        if parked is not None:
+            parked.leave()
+
+    async def _admit(
+        self,
+        delivery: Delivery,
+        decoded: Decoded,
+        request: AnyRequest,
+        parked: Parked | None = None,
+    ) -> None:
+        """Let it in, or see it out; where its lane is full, wait for room or, if it may, park it."""
         try:
             address = self.route.destination.address(request)
             model = self.route.resolve_model(request, self._infos)
             request = self.route.completed(request)
         except EmbedstreamError as error:
-            await self._refuse(delivery, error, request=request)
+            await self._refuse(delivery, error, request=request, parked=parked)
             return
         body = delivery.body or b""
         # The deadline may stand in a header; all else that counts is in the body or the key.
         digest = hashlib.blake2b(body, digest_size=16, salt=_salt(request.deadline_ms)).digest()
         join_key = (request.id, self.route.name, address, digest)
         if self.route.order == "none" and self._table.join(join_key, delivery) is not None:
-            self._current = None  # owned by its twin from here
+            self._disown(delivery, parked)  # its twin's from here
             self._metrics.count("joined_duplicates_total", route=self.route.name)
             return
         answer = self.route.destination.answered(join_key) if self.route.order == "none" else None
@@ -180,11 +218,24 @@ class Ingress:
                 request, lane, len(body), epoch_ms=self._clock.epoch_ms()
             )
             if isinstance(decision, Reject):
-                await self._refuse(delivery, decision.error, request=request)
+                await self._refuse(delivery, decision.error, request=request, parked=parked)
                 return
-            if isinstance(decision, Accept):
+            parking = self._parkings[lane]
+            may_park = parked is None and self.route.order == "none"
+            crowded = may_park and (len(parking) > 0 or not self._tokenizers[model].has_room(lane))
+            if isinstance(decision, Accept) and not crowded:
                 break
-            await self._wait_for_room(decision.reason, request.deadline_ms)
+            if may_park and parking.has_room(len(body)):
+                parking.add(Parked(parking, delivery, decoded, request, len(body)))
+                return
+            if parked is not None:
+                await self._wait_aside(parking)
+                if parked.gone:
+                    return
+                continue
+            reason = decision.reason if isinstance(decision, Wait) else "records that wait aside"
+            ahead = parking if may_park and len(parking) else self._table
+            await self._wait_for_room(ahead.wait_for_room(), reason, request.deadline_ms)
             if delivery.withdrawn:
                 self._give_back(delivery)
                 return
@@ -204,7 +255,7 @@ class Ingress:
             ticket=self._egress.line_up(self.route, self.route.order_key(delivery, decoded)),
         )
         self._table.add(in_flight)
-        self._current = None  # owned by the table from here
+        self._disown(delivery, parked)  # the table's from here
         if answer is not None:
             self._metrics.count("answered_again_total", route=self.route.name)
         if request.n_items and answer is None:
@@ -213,7 +264,9 @@ class Ingress:
             in_flight.closed = True
             self._egress.send(in_flight)
 
-    async def _wait_for_room(self, reason: str, deadline_ms: int | None) -> None:
+    async def _wait_for_room(
+        self, room: Awaitable[None], reason: str, deadline_ms: int | None
+    ) -> None:
         """Until something leaves, or the sender's deadline: it is answered then, not after the jam."""
         source = self.route.source
         source.pause()
@@ -225,20 +278,51 @@ class Ingress:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._table.wait_for_room()
+                    await room
         finally:
             source.resume()
             self._metrics.gauge("source_paused", 0, route=self.route.name)
 
-    def _cancel(self, request_id: str) -> None:
+    async def _wait_aside(self, parking: Parking) -> None:
+        """Until something leaves, or a moment; what has ended while it was parked leaves now."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_AGAIN_S):
+                await self._table.wait_for_room()
+        if self._clock.monotonic() < self._look_again_at:
+            return
+        self._look_again_at = self._clock.monotonic() + _LOOK_AGAIN_S
+        epoch_ms = self._clock.epoch_ms()
+        for one in parking:
+            deadline_ms = one.request.deadline_ms
+            if one.gone:
+                continue
+            if one.delivery.withdrawn:
+                one.leave()
+                self._give_back(one.delivery)
+            elif deadline_ms is not None and epoch_ms >= deadline_ms:
+                expired = Expired(
+                    "deadline_ms passed before there was room; nothing was computed",
+                    limit=deadline_ms,
+                    given=epoch_ms,
+                )
+                await self._refuse(one.delivery, expired, request=one.request, parked=one)
+
+    async def _cancel(self, request_id: str) -> None:
         # Who may write to this source need not be allowed to touch what came in through another.
         found = [one for one in self._table.with_id(request_id) if one.route is self.route]
+        found_parked = False
         for in_flight in found:
             self._egress.fail(in_flight, Cancelled("withdrawn by a cancel record"))
+        for parking in self._parkings.values():
+            for one in parking:
+                if one.request.id == request_id and not one.gone:
+                    found_parked = True
+                    error = Cancelled("withdrawn by a cancel record")
+                    await self._refuse(one.delivery, error, request=one.request, parked=one)
         self._metrics.count(
             "cancel_records_total",
             route=self.route.name,
-            outcome="cancelled" if found else "not_found",
+            outcome="cancelled" if found or found_parked else "not_found",
         )
 
     async def _refuse(
@@ -248,8 +332,11 @@ class Ingress:
         *,
         request: AnyRequest | None = None,
         letter: bool = False,
+        parked: Parked | None = None,
     ) -> None:
         """Answer a record that does not enter, and settle it once the answer is durable."""
+        if parked is not None:
+            parked.leave()
         request_id = request.id if request else (error.request_id or delivery.default_id)
         address = self.route.destination.address_of_failure(delivery, error, request)
         log.info(
@@ -264,7 +351,7 @@ class Ingress:
             # Nobody can be told: what may pass later comes again, all else is a dead letter.
             if error.retryable:
                 delivery.release(error.code)
-                self._current = None
+                self._disown(delivery)
                 return
             letter, unprocessable = True, isinstance(error, InvalidRequest)
         refusal, order_key = None, self.route.order_key(delivery)
@@ -291,7 +378,7 @@ class Ingress:
                 ticket=self._egress.line_up(self.route, order_key),
             )
         )
-        self._current = None  # owned by egress from here
+        self._disown(delivery)  # egress's from here
 
     def close(self) -> None:
         """Stop the decoder's threads."""

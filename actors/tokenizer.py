@@ -68,6 +68,10 @@ class Tokenizer:
         }
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{model}")
 
+    def has_room(self, lane: Lane) -> bool:
+        """Would `put` return at once?"""
+        return not self._queues[lane].full()
+
     async def put(self, in_flight: InFlight) -> None:
         """Hand over an admitted request; waits while its lane's queue is full."""
         await self._queues[in_flight.lane].put(in_flight)

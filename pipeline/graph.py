@@ -64,6 +64,8 @@ class Graph:
             start(f"source.{route.name}", route.source.run, NO_RESTART)
         for ingress in self.ingresses:
             start(f"ingress.{ingress.route.name}", ingress.run)
+            for lane in LANES:
+                start(f"ingress.{ingress.route.name}.{lane}", _bind(ingress.run_parked, lane))
         for name, tokenizer in self.tokenizers.items():
             for lane in LANES:
                 start(f"tokenizer.{name}.{lane}", _bind(tokenizer.run, lane))
