@@ -128,3 +128,12 @@ async def test_silence_says_what_lies_in_the_list(redis_info: ServerInfo) -> Non
             NoReply, match=r"1 requests lie in the list embedstream\.list.*service reads"
         ):
             await client.embed("x")
+
+
+async def test_a_record_that_no_service_reads_is_blamed_on_its_size(redis_info: ServerInfo) -> None:
+    """An element has no headers: whoever does not read it does not know whom to tell."""
+    url = f"redis-list://{redis_info.address}/{unique('embedstream.list')}"
+    async with service(url), AsyncClient.from_url(url, timeout=30) as client:
+        with pytest.raises(NoReply, match="max_record_bytes was raised: split the request"):
+            await client.embed("x" * (17 * 1024 * 1024), timeout=1.0)
+        assert (await client.embed("x")).vector.size

@@ -23,7 +23,7 @@ from ._servers import connect
 from ._urls import RedisEndpoint
 from ._wire.codec import encode_request
 from ._wire.headers import REQUEST_ID
-from ._wire.requests import CancelRequest
+from ._wire.requests import CancelRequest, Limits
 from .errors import Overloaded, Unreachable
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,11 @@ class RedisLink:
         look = (
             ("XINFO", "GROUPS", endpoint.stream) if endpoint.key is None else ("LLEN", endpoint.key)
         )
+        if endpoint.key is not None and len(call.body) > Limits().max_record_bytes:
+            return (
+                f"a record of a list that the service does not read cannot be answered, and {len(call.body)} "
+                "bytes are more than it reads unless its max_record_bytes was raised: split the request"
+            )
         looked = self._put(_Command(look))
         misled = None
         if not endpoint.cluster:  # there it may lie on a node that nobody talks to
