@@ -189,3 +189,31 @@ def new_chroma() -> ChromaServer:
     server = ChromaServer()
     _started.append(server)
     return server
+
+
+class MilvusServer(LocalServer):
+    """`milvus-lite server`: Milvus's own rewrite in Python, behind its real interface."""
+
+    kind = "packaged"
+    label = "Milvus Lite"
+    start_timeout_s = 120.0
+
+    @property
+    def url(self) -> str:
+        """Its address, without a collection."""
+        return f"milvus://{self.address}"
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str]]:
+        where = ["--data-dir", str(self.data_dir / "data"), "--port", str(self.port)]
+        return [_store_server("milvus-lite"), "server", "--host", self.host, *where], {}
+
+    async def _probe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        return True  # it listens when it is ready
+
+
+def new_milvus() -> MilvusServer:
+    """A Milvus Lite server of the test's own, not started."""
+    _store_server("milvus-lite")
+    server = MilvusServer()
+    _started.append(server)
+    return server

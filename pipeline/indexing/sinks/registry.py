@@ -36,6 +36,7 @@ SINKS: dict[str, SinkRow] = {
         "opensearch", "opensearchpy", "opensearch", "opensearch://localhost:9200#docs"
     ),
     "chroma": SinkRow("chroma", "chromadb", "chroma", "chroma://localhost:8000#docs"),
+    "milvus": SinkRow("milvus", "pymilvus", "milvus", "milvus://localhost:19530#docs"),
     "parquet": SinkRow("parquet", "pyarrow", "parquet", "parquet:///var/lib/index#docs"),
     "redis-vectors": SinkRow(
         "redis_vectors", "redis", "redis-vectors", "redis-vectors://localhost:6379#docs"

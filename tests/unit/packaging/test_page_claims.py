@@ -347,8 +347,9 @@ def _indexing() -> dict[str, Any]:
         "`opensearch://user:password@host:9200?tls=true#docs`": "opensearch" in SINKS,
         "`redis-vectors://user:password@host:6379/0#docs`": "redis-vectors" in SINKS,
         "`chroma://host:8000#docs`": "chroma" in SINKS,
+        "`milvus://user:password@host:19530#docs`": "milvus" in SINKS,
         "`parquet:///folder#docs`": "parquet" in SINKS,
-        "Other stores are not there yet": len(SINKS) == 7,
+        "Weaviate, Vespa and Elasticsearch are not there": len(SINKS) == 8,
         "`embedstream[pgvector]`": re.search(r"^pgvector = ", extras, re.M) is not None,
         "`embedstream[parquet]`": re.search(r"^parquet = ", extras, re.M) is not None,
         "`uuid5` of document id and ordinal": "uuid.uuid5(" in sources(),
@@ -376,7 +377,11 @@ def _readme() -> dict[str, Any]:
         "Python 3.11 or newer": project["requires-python"].startswith(">=3.11"),
         "Licence: Apache-2.0": project["license"] == "Apache-2.0",
         "FlashInfer": any("flashinfer" in one for one in extras["cuda"]),
-        "PostgreSQL, or Qdrant": {"lance", "pgvector", "qdrant"} <= set(extras),
+        "PostgreSQL, Qdrant, OpenSearch, Chroma, Milvus, Redis 8, Parquet files": {
+            *("lance", "pgvector", "qdrant", "opensearch", "chroma", "milvus"),
+            *("redis-vectors", "parquet"),
+        }
+        <= set(extras),
     }
 
 
