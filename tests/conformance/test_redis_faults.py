@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from actors.ports import NoMetrics, PublishError, SystemClock
 from pipeline.local.redis import RedisServer
 from pipeline.local.server import free_port
+from pipeline.observe.logs import configure_logging
 from pipeline.transports.redis.client import create_group
 from pipeline.transports.redis.connect import close_client, make_client
 from pipeline.transports.redis.options import RedisOptions
@@ -478,8 +481,10 @@ async def test_publishes_share_few_connections(harness: RedisHarness) -> None:
 
 
 async def test_entry_without_data_and_deleted_entry(harness: RedisHarness) -> None:
-    """E13, K46: an entry without the field `data` is handed out damaged, for ingress to refuse; one that
-    was deleted while pending is acknowledged, not handed out."""
+    """E13, K46, K50: an entry without the field `data` is handed out damaged, for ingress to refuse; one that
+    was deleted while pending is acknowledged, not handed out, and counted and logged once."""
+    lines, metrics = io.StringIO(), CountingMetrics()
+    configure_logging("info", "json", stream=lines)
     await harness.redis.xadd(harness.stream, {"other": "x"})
     url = (
         f"redis://{harness.server.address}/{harness.stream}?group={harness.group}"
@@ -491,7 +496,7 @@ async def test_entry_without_data_and_deleted_entry(harness: RedisHarness) -> No
         await process.kill()
     entries = await harness.redis.xrange(harness.stream)
     await harness.redis.xdel(harness.stream, entries[1][0])
-    async with running(harness.options(consumer="fixed")) as transport:
+    async with running(harness.options(consumer="fixed"), metrics) as transport:
         (delivery,) = await collect(transport.source, 1)
         assert delivery.body == b""
         assert delivery.headers["other"] == b"x"
@@ -500,6 +505,9 @@ async def test_entry_without_data_and_deleted_entry(harness: RedisHarness) -> No
         async with asyncio.timeout(WAIT_S):
             while await pending(harness):
                 await asyncio.sleep(0.01)
+    structlog.reset_defaults()
+    assert metrics.counts["source_records_gone_total"] == 1
+    assert lines.getvalue().count("redis_entries_gone") == 1
 
 
 async def test_old_server_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.ports import NoMetrics, SystemClock
+from actors.ports import NoMetrics, PublishError, SystemClock
 from pipeline.local.redis import RedisServer
 from pipeline.transports.redis_list.commands import ListCommands, digest
 from pipeline.transports.redis_list.options import RedisListOptions
@@ -263,6 +263,31 @@ async def test_flushall_and_a_kill_of_the_server(
         transport.source.pause()
     async with running(options) as transport:
         assert [d.body for d in await collect(transport.source, 1)] == [b"after"]
+
+
+async def test_a_server_made_a_replica_is_unready_until_it_takes_writes_again(
+    own: RedisListHarness,
+) -> None:
+    """K04: what is held is settled and what is pushed is served, once it is a master again."""
+    async with running(own.options(**SOON)) as transport:
+        await own.produce(b"a")
+        (delivery,) = await collect(transport.source, 1, settle=False)
+        await own.redis.replicaof("127.0.0.1", 1)
+        delivery.settle()
+        async with asyncio.timeout(WAIT_S):
+            while transport.source.status().connected:
+                await asyncio.sleep(0.01)
+        with pytest.raises(PublishError, match="READONLY") as caught:
+            await transport.sink.publish(own.reply_destination(), "r", b"x", {})
+        assert caught.value.retryable
+        await own.redis.replicaof("NO", "ONE")
+        await own.produce(b"b")
+        assert [d.body for d in await collect(transport.source, 1)] == [b"b"]
+        await flushed(transport.source)
+        assert await own.unsettled() == 0
+        async with asyncio.timeout(WAIT_S):
+            while not transport.source.status().connected:
+                await asyncio.sleep(0.01)
 
 
 async def test_the_documented_acl_is_enough(own: RedisListHarness) -> None:

@@ -9,6 +9,7 @@ relies on BLOCK ending in time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class RedisSource(RedisLoops):
         self._leases = Leases(options.claim_idle_ms / 1000)
         self._epoch = 0  # grows when the stream vanished: its ids may then be given again
         self._held = Held()
+        self._gone: deque[str] = deque(maxlen=1024)  # told a moment ago
         self._settled: dict[str, None] = {}  # waiting for XACK and XDEL, oldest first
         self._replay_from: str | None = "0"  # our own pending entries come before new ones
         self._claim_cursor = "0-0"
@@ -159,11 +161,14 @@ class RedisSource(RedisLoops):
         self._hand_out(there, redelivered=True)
 
     def _note_gone(self, entries: list[str]) -> None:
-        """Requests that somebody deleted or trimmed before they were answered."""
-        if entries:
+        """Requests that somebody deleted or trimmed before they were answered; each is told once, though
+        a look at what is ours and one at what is idle may both come upon it before its XACK."""
+        new = [entry for entry in entries if entry not in self._gone]
+        self._gone.extend(new)
+        if new:
             self._tick.set()
-            self._metrics.count("source_records_gone_total", len(entries), transport="redis")
-            fields = {"entries": len(entries), "first": entries[0]}
+            self._metrics.count("source_records_gone_total", len(new), transport="redis")
+            fields = {"entries": len(new), "first": new[0]}
             log.warning("redis_entries_gone", stream=self._options.stream, **fields)
 
     def _hand_out(self, entries: list[tuple[Entry, int]], *, redelivered: bool = False) -> None:

@@ -221,7 +221,7 @@ async def test_nobody_passes_on_an_ordered_route(order: Order) -> None:
 
 
 async def test_deadlines_cancels_and_twins_of_what_waits_aside() -> None:
-    """F12: each is answered once, at its time, and nothing is computed for it."""
+    """G10: each is answered once, at its time, and nothing is computed for it."""
     async with bench() as it:
         soon = SystemClock().epoch_ms() + 200
         deliveries = it.tap.give(
