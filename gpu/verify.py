@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpu.batch import Float32, Runner, pack, scatter
+from gpu.folder.latent import LatentSpec
 from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
 from schemas.errors import EmbedstreamError
@@ -90,7 +91,7 @@ def _comparison(spec: ModelSpec) -> Callable[[Runner, ModelSpec], float] | str:
         return "its library loads adapters through peft, with which the test suite compares"
     if spec.multivector is not None:
         return _token_vectors if spec.dimensions is None else _vectors
-    if isinstance(spec.sparse, SpladeSpec):
+    if isinstance(spec.sparse, SpladeSpec | LatentSpec):
         return _sparse
     if "rerank" in spec.tasks:
         return _scores

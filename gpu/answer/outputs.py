@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from gpu.answer.chunks import spans_of
+from gpu.answer.latent import Latent
 from gpu.answer.sparse import Lexical, SparseRow, Splade, mlm_head
 from gpu.answer.token_vectors import TokenVectors
 from gpu.batch import Float32, ItemOutcome, ItemResult, PackedBatch
 from gpu.device.staging import CopyOut, Ticket
 from gpu.faults import non_finite
+from gpu.folder.latent import LatentSpec
 from gpu.folder.outputs import LexicalSpec, SpladeSpec
 from gpu.folder.spec import ModelSpec
 from gpu.pooler import DenseStack, Segments, finish, flaw, pool
@@ -60,6 +62,9 @@ class Outputs(nn.Module):
             )
         elif isinstance(spec.sparse, LexicalSpec):
             self.lexical = Lexical(spec.sparse, int(config.hidden_size))
+        self.latent: Latent | None = None
+        if isinstance(spec.sparse, LatentSpec):
+            self.latent = Latent(spec.sparse, allow_pickle=allow_pickle, prepack=prepack)
         self.token_vectors: TokenVectors | None = None
         if spec.multivector is not None:
             self.token_vectors = TokenVectors(
@@ -146,6 +151,9 @@ class Outputs(nn.Module):
             return {}
         if self.splade is not None:
             return dict(zip(rows, self.splade(hidden, segments, rows), strict=True))
+        if self.latent is not None:
+            found = self.latent(hidden, segments, rows, self.dense)
+            return dict(zip(rows, found, strict=True))
         assert self.lexical is not None, "gpu.encode.supported refuses sparse weights here"
         return dict(zip(rows, self.lexical(hidden, batch, rows), strict=True))
 

@@ -67,7 +67,7 @@ class Splade:
                 pooled = self._long(hidden, start, end).unsqueeze(0)
             else:
                 pooled = self._short(hidden, segments, group)
-            found.extend(_positive(pooled))
+            found.extend(positive(pooled))
         return found
 
     def _groups(self, segments: Segments, rows: Sequence[int]) -> Iterator[list[int]]:
@@ -128,7 +128,7 @@ class Splade:
         return torch.log1p(weights) if self._spec.twice else weights
 
 
-def _positive(pooled: torch.Tensor) -> list[SparseRow]:
+def positive(pooled: torch.Tensor) -> list[SparseRow]:
     """[n_items, vocabulary] float32, on the device -> ids and weights on the host."""
     finite = torch.isfinite(pooled).all(dim=1).cpu().numpy()
     active = pooled > 0

@@ -12,9 +12,11 @@ from typing import Any
 
 from gpu.faults import ModelLoadError
 from gpu.folder.families import Family
+from gpu.folder.latent import latent_spec
 from gpu.folder.modules import POOLINGS, Modules, pooling_names
 from gpu.folder.outputs import extra_outputs, prefixed_prompts
 from gpu.folder.spec import Overrides
+from gpu.folder.stored import read_json
 from schemas.requests import Task
 
 
@@ -78,6 +80,8 @@ def embed_fields(
             'set `pooling = "cls"`, `"mean"` or `"last_token"` for this model'
         )
     native = _vector_size(modules, hidden_size(config), len(chosen))
+    if modules.latent is not None:
+        return _latent_fields(folder, modules, said, "+".join(chosen), native)
     return {
         "tasks": frozenset({"embed"}),
         "head": False,
@@ -90,6 +94,29 @@ def embed_fields(
         "dimensions": native,
         "allowed_dimensions": allowed_dimensions(config, native, said),
         "notes": tuple(notes),
+    }
+
+
+def _latent_fields(
+    folder: Path, modules: Modules, said: Overrides, pooling: str, width: int
+) -> dict[str, Any]:
+    """A folder whose vector goes through a sparse autoencoder: its library gives the latents alone."""
+    for name in ("pooling", "matryoshka_dimensions"):
+        if getattr(said, name) is not None:
+            raise ModelLoadError(f"{folder}: {name} is not for a model with a SparseAutoEncoder")
+    st_config = read_json(folder / "config_sentence_transformers.json")
+    assert modules.latent is not None
+    latent = latent_spec(
+        modules.latent, st_config, pooling=pooling, normalize=modules.normalize, width=width
+    )
+    return {
+        "tasks": frozenset({"embed"}),
+        "head": False,
+        "include_prompt": bool((modules.pooling or {}).get("include_prompt", True)),
+        "dense": modules.dense,
+        "sparse": latent,
+        "multivector": None,
+        "notes": (f"sparse weights are the largest {latent.k} of {latent.hidden_dim} latents",),
     }
 
 

@@ -1,6 +1,6 @@
-"""The rows of `gpu.folder.keys`, by file: names of keys, and values where not all are computed here.
+"""The rows of `gpu.folder.keys`, by file (those of one model type: `gpu.folder.type_rows`): names of keys, and values where not all are computed here.
 
-Who calls it: `gpu.folder.keys` alone.
+Who calls it: `gpu.folder.keys` and `gpu.folder.type_rows`.
 What must stay true: "honoured" means that this engine, or the library class that it loads, obeys the
 key; "inert" that no value of it changes ids or vectors here; "only" lists what is computed, an empty
 tuple means never. Names were taken from transformers 5.24, sentence-transformers 6.2, PyLate and
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_ST, _TF = "sentence-transformers", "transformers"
-_NOT_YET = "this engine does not compute it"
-_OFF = (None, False)
+ST, TF = "sentence-transformers", "transformers"
+NOT_YET = "this engine does not compute it"
+OFF = (None, False)
 _IMAGE_CLASSES = (
     "CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil", "CLIPFeatureExtractor",
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil",
@@ -40,7 +40,7 @@ HEAD_ONLY = (
 
 ROWS: dict[str, dict[str, Any]] = {
     "config.json": {
-        "library": _TF,
+        "library": TF,
         "honoured": """model_type auto_map num_labels sentence_transformers
             sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka is_causal""",
         # Written by other versions of transformers, for generation, for training, or for a reader.
@@ -70,24 +70,24 @@ ROWS: dict[str, dict[str, Any]] = {
                 ("absolute",),
                 "relative positions are gone from transformers 5",
             ),
-            "pooler_type": (("first_token_transform",), _NOT_YET),
+            "pooler_type": (("first_token_transform",), NOT_YET),
             "pruned_heads": (({}, None), "pruned heads are gone from transformers 5"),
-            "add_cross_attention": (_OFF, "an encoder has nothing to attend across to"),
-            "use_mrope": (_OFF, "sections of positions are for images"),
+            "add_cross_attention": (OFF, "an encoder has nothing to attend across to"),
+            "use_mrope": (OFF, "sections of positions are for images"),
             "quantization_config": (
                 (None,),
                 "quantized weights; save the model dequantized (float32, bfloat16 or float16)",
             ),
-            "rope_interleaved": (_OFF, _NOT_YET),
+            "rope_interleaved": (OFF, NOT_YET),
             # Read by the classes of some model types alone; in the others the usual value is harmless.
-            "attention_bias": (_OFF, _NOT_YET),
-            "mlp_bias": (_OFF, _NOT_YET),
-            "lm_head_bias": (_OFF, _NOT_YET),
-            "pretraining_tp": ((1,), _NOT_YET),
+            "attention_bias": (OFF, NOT_YET),
+            "mlp_bias": (OFF, NOT_YET),
+            "lm_head_bias": (OFF, NOT_YET),
+            "pretraining_tp": ((1,), NOT_YET),
         },
     },
     "tokenizer_config.json": {
-        "library": _TF,
+        "library": TF,
         # Read by transformers, which builds the tokenizer here too; and two that this engine reads.
         "honoured": """tokenizer_class model_max_length max_len add_bos_token add_eos_token do_lower_case
             do_basic_tokenize never_split strip_accents tokenize_chinese_chars keep_accents remove_space
@@ -109,7 +109,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "only": {},
     },
     "sentence_bert_config.json": {
-        "library": _ST,
+        "library": ST,
         "honoured": """max_seq_length do_lower_case query_length document_length query_expansion
             modality_config processing_kwargs model_args model_kwargs tokenizer_args processor_kwargs
             config_args config_kwargs""",
@@ -117,7 +117,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "only": {
             "transformer_task": (
                 ("feature-extraction", "sequence-classification", "fill-mask", "text-generation"),
-                _NOT_YET,
+                NOT_YET,
             ),
             "module_output_name": (
                 ("token_embeddings", "scores", "logits", "causal_logits", None),
@@ -130,50 +130,50 @@ ROWS: dict[str, dict[str, Any]] = {
         },
     },
     "sentence_bert_config.json of two towers": {
-        "library": _ST,
+        "library": ST,
         "honoured": "modality_config processing_kwargs",
         "inert": "unpad_inputs backend",
         "only": {
-            "transformer_task": (("feature-extraction",), _NOT_YET),
+            "transformer_task": (("feature-extraction",), NOT_YET),
             "module_output_name": (
                 ("sentence_embedding", None),
                 "another output than both vectors",
             ),
             "max_seq_length": ((None,), "set `max_tokens` for this model instead"),
-            "do_lower_case": (_OFF, "put a Lowercase normalizer into the tokenizer instead"),
+            "do_lower_case": (OFF, "put a Lowercase normalizer into the tokenizer instead"),
         },
     },
-    "processing_kwargs of two towers": {"library": _ST, "honoured": "text"},
+    "processing_kwargs of two towers": {"library": ST, "honoured": "text"},
     "model_kwargs": {
-        "library": _ST,
+        "library": ST,
         "inert": """torch_dtype dtype attn_implementation device_map low_cpu_mem_usage trust_remote_code
             use_safetensors add_pooling_layer unpad_inputs use_memory_efficient_attention revision
             token cache_dir local_files_only subfolder""",
     },
     "processor_kwargs": {
-        "library": _ST,
+        "library": ST,
         "honoured": "model_max_length",
         "inert": """padding_side truncation_side use_fast trust_remote_code revision token cache_dir
             local_files_only subfolder""",
     },
     "config_kwargs": {
-        "library": _ST,
+        "library": ST,
         "inert": "trust_remote_code use_cache revision token cache_dir local_files_only subfolder",
     },
     "processing_kwargs": {
-        "library": _ST,
+        "library": ST,
         "honoured": "text chat_template common",
         "inert": "image audio video",
     },
     "processing_kwargs.text": {
-        "library": _ST,
+        "library": ST,
         "honoured": "add_special_tokens",
         "inert": """padding truncation return_tensors return_attention_mask return_token_type_ids
             pad_to_multiple_of padding_side verbose logits_to_keep""",
         "only": {"split_special_tokens": ((True, False, None), "")},
     },
     "config_sentence_transformers.json": {
-        "library": _ST,
+        "library": ST,
         "honoured": """prompts default_prompt_name model_type activation_fn query_prefix document_prefix
             query_length document_length skiplist_words do_query_expansion query_expansion
             attend_to_expansion_tokens attend_to_mask_tokens""",
@@ -184,11 +184,11 @@ ROWS: dict[str, dict[str, Any]] = {
                 "its library cuts every vector to that size; remove it, and ask for `dimensions` in "
                 "requests or set `matryoshka_dimensions`",
             ),
-            "max_active_dims": ((None,), "its library keeps the largest weights only; " + _NOT_YET),
+            "max_active_dims": ((None,), "its library keeps the largest weights only; " + NOT_YET),
         },
     },
     "preprocessor_config.json": {
-        "library": _TF,
+        "library": TF,
         "honoured": """do_resize size resample do_center_crop crop_size do_rescale rescale_factor
             do_normalize image_mean image_std do_convert_rgb default_to_square patch_size
             temporal_patch_size merge_size""",
@@ -200,26 +200,26 @@ ROWS: dict[str, dict[str, Any]] = {
                 ("image_processor_type", "feature_extractor_type"),
                 (_IMAGE_CLASSES, "another class would prepare the images otherwise"),
             ),
-            "do_pad": (_OFF, _NOT_YET),
-            "pad_size": ((None,), _NOT_YET),
-            "data_format": ((None, "channels_first"), _NOT_YET),
-            "input_data_format": ((None,), _NOT_YET),
+            "do_pad": (OFF, NOT_YET),
+            "pad_size": ((None,), NOT_YET),
+            "data_format": ((None, "channels_first"), NOT_YET),
+            "input_data_format": ((None,), NOT_YET),
         },
     },
     "modules.json": {
-        "library": _ST,
+        "library": ST,
         "honoured": "type path",
         "inert": "idx name",
         "only": {"kwargs": (([], None), "its library passes arguments of a call on to the module")},
     },
     "Pooling": {
-        "library": _ST,
+        "library": ST,
         "honoured": """word_embedding_dimension embedding_dimension pooling_mode include_prompt
             pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens
             pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens pooling_mode_lasttoken""",
     },
     "Dense": {
-        "library": _ST,
+        "library": ST,
         "honoured": "in_features out_features bias activation_function use_residual",
         "only": {
             "module_input_name": (_MODULE_NAMES, ""),
@@ -227,36 +227,41 @@ ROWS: dict[str, dict[str, Any]] = {
         },
     },
     "Normalize": {
-        "library": _ST,
+        "library": ST,
         "only": {
             "module_input_name": (_MODULE_NAMES, ""),
             "module_output_name": (_MODULE_NAMES, ""),
         },
     },
-    "Dropout": {"library": _ST, "inert": "dropout"},
+    "Dropout": {"library": ST, "inert": "dropout"},
     "SpladePooling": {
-        "library": _ST,
+        "library": ST,
         "honoured": "pooling_strategy activation_function",
         "inert": "word_embedding_dimension embedding_dimension chunk_size",
     },
+    "SparseAutoEncoder": {
+        "library": ST,
+        "honoured": "input_dim hidden_dim k normalize",
+        "inert": "k_aux dead_threshold",
+    },
     "MultiVectorMask": {
-        "library": _ST,
+        "library": ST,
         "honoured": "skiplist_words skiplist_tasks keep_only_token_ids",
     },
-    "Router": {"library": _ST, "honoured": "types structure parameters"},
+    "Router": {"library": ST, "honoured": "types structure parameters"},
     "Router parameters": {
-        "library": _ST,
+        "library": ST,
         "honoured": "default_route",
         "inert": "allow_empty_key",
-        "only": {"route_mappings": (({}, None), _NOT_YET)},
+        "only": {"route_mappings": (({}, None), NOT_YET)},
     },
     "SparseStaticEmbedding": {
-        "library": _ST,
+        "library": ST,
         "inert": "frozen",
         "only": {"path": ((None,), "save the weights as model.safetensors")},
     },
     "LogitScore": {
-        "library": _ST,
+        "library": ST,
         "honoured": "true_token_id false_token_id",
         "only": {"module_input_name": ((None, "causal_logits"), "")},
     },
@@ -274,7 +279,7 @@ ROWS: dict[str, dict[str, Any]] = {
                 "that start changes the base model's weights too; merge it with its own library",
             ),
             **{
-                name: (values, _NOT_YET + "; merge it with peft, and serve the result")
+                name: (values, NOT_YET + "; merge it with peft, and serve the result")
                 for values, names in (
                     (
                         (None,),
@@ -284,7 +289,7 @@ ROWS: dict[str, dict[str, Any]] = {
                     ),
                     ((None, []), "modules_to_save"),
                     ((None, {}), "loftq_config"),
-                    (_OFF, "use_qalora ensure_weight_tying"),
+                    (OFF, "use_qalora ensure_weight_tying"),
                 )
                 for name in names.split()
             },
@@ -297,101 +302,6 @@ ROWS: dict[str, dict[str, Any]] = {
         "inert": """tokenizer_name apply_pca apply_zipf sif_coefficient hidden_dim seq_length
             embedding_dtype vocabulary_quantization pca_dims token_remove_pattern device
             model_name base_model_name language license version quantize_to dim library_name""",
-        "only": {"pooling": (("mean", None), _NOT_YET)},
+        "only": {"pooling": (("mean", None), NOT_YET)},
     },
-}
-
-# What checkpoints of one model type hold beside what transformers' class reads.
-FOLDER_CONFIG: dict[str, dict[str, Any]] = {
-    "minicpm": {
-        "library": "FlagEmbedding",
-        "honoured": """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-            num_key_value_heads hidden_act rms_norm_eps rope_theta scale_emb scale_depth start_layer
-            max_position_embeddings""",
-        "inert": "dim_model_base pad_token_id",  # the first is for the heads that are refused
-        "only": {
-            "head_type": (("simple",), "its heads give a score for every token of the vocabulary"),
-            "head_multi": ((True, False), ""),
-            "rope_scaling": ((None,), _NOT_YET),
-        },
-    },
-    "llama_bidirec": {
-        "library": "NVIDIA's code",
-        "honoured": "temperature",
-        "only": {"pooling": (("avg", "cls", "last"), _NOT_YET)},
-    },
-    "albert": {
-        "library": _TF,
-        "only": {
-            "net_structure_type": ((0,), _NOT_YET),
-            "num_memory_blocks": ((0,), _NOT_YET),
-            "gap_size": ((0,), _NOT_YET),
-            "down_scale_factor": ((1,), _NOT_YET),
-            "layers_to_keep": (([],), _NOT_YET),
-        },
-    },
-    "eurobert": {
-        "library": _TF,
-        "only": {"clf_pooling": (("late",), "say it as classifier_pooling")},
-    },
-    "gemma": {
-        "library": _TF,
-        "only": {"hidden_activation": ((None, "gelu_pytorch_tanh"), "say it as hidden_act")},
-    },
-    "gemma2": {"library": _TF, "inert": "hidden_act"},
-    "gemma3_text": {"library": _TF, "inert": "hidden_act _sliding_window_pattern"},
-    "modernbert": {"library": _TF, "inert": "layer_norm_eps"},
-    "mpnet": {"library": _TF, "inert": "type_vocab_size"},
-    "nomic_bert": {
-        "library": _TF,
-        # The names of the folder's first code. transformers' class has these values built in.
-        "inert": """fused_bias_fc fused_dropout_add_ln use_xentropy pad_vocab_size_multiple
-            dense_seq_output""",
-        "only": {
-            "activation_function": (("swiglu",), _NOT_YET),
-            "causal": ((False,), _NOT_YET),
-            "mlp_fc1_bias": ((False,), _NOT_YET),
-            "mlp_fc2_bias": ((False,), _NOT_YET),
-            "qkv_proj_bias": ((False,), _NOT_YET),
-            "parallel_block": ((False,), _NOT_YET),
-            "prenorm": ((False,), _NOT_YET),
-            "rotary_emb_interleaved": ((False,), _NOT_YET),
-            "use_rms_norm": ((False, None), _NOT_YET),
-        },
-    },
-    "nvembed": {
-        "library": "the folder's own code",
-        "honoured": """latent_attention_config text_config is_mask_instruction padding_side hidden_size
-            num_labels""",
-        "inert": "add_eos add_pad_token",  # always done here, as there
-        "only": {"mask_type": (("b",), "attention is bidirectional in the published code")},
-    },
-    "phi3": {
-        "library": _TF,
-        "only": {
-            "full_attn_mod": ((1,), _NOT_YET),
-        },
-    },
-    "qwen2_vl": {"library": _TF, "inert": "vision_token_id max_window_layers"},
-    "clip": {"library": _TF, "inert": "logit_scale_init_value"},
-    "siglip": {"library": _TF, "inert": "initializer_factor logit_scale_init_value"},
-    "xlm-roberta": {
-        "library": _TF,
-        "only": dict.fromkeys(
-            (
-                "load_trained_adapters",
-                "lora_adaptations",
-                "task_instructions",
-                "lora_rank",
-                "emb_pooler",
-            ),
-            (
-                (),
-                "this is jina-embeddings-v3 with code of its own; take jinaai/jina-embeddings-v3-hf",
-            ),
-        ),
-    },
-    "t5": {"library": _TF, "inert": "n_positions"},
-    "mt5": {"library": _TF, "inert": "n_positions"},
-    "umt5": {"library": _TF, "inert": "n_positions"},
 }

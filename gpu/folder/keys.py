@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 from gpu.faults import ModelLoadError
 from gpu.folder.config_keys import READ_BY_ALL, READ_BY_TYPE
-from gpu.folder.key_rows import FOLDER_CONFIG, HEAD_ONLY, NO_EFFECT, ROPE, ROWS
+from gpu.folder.key_rows import HEAD_ONLY, NO_EFFECT, ROPE, ROWS
+from gpu.folder.type_rows import FOLDER_CONFIG
 
 Status: TypeAlias = Literal["honoured", "without effect", "refused"]
 
@@ -86,13 +87,17 @@ class KeyReader:
             found = {name: v for name, v in found.items() if name not in _OF_THE_WINDOW}
         return found
 
-    def check(self, path: Path, data: Any, kind: str) -> None:
-        """Every key of one file. kind: a name of `ROWS`. Raises `ModelLoadError` with the key's name."""
+    def check(self, path: Path, data: Any, kind: str, *, read: Collection[str] = ()) -> None:
+        """Every key of one file. kind: a name of `ROWS`; read: keys that are honoured beside its rows, or
+        whatever their value. Raises `ModelLoadError` with the key's name."""
         if not isinstance(data, Mapping):
             raise ModelLoadError(f"{path}: a JSON object is expected, not {type(data).__name__}")
         known = {row.name: row for row in _rows(kind, ROWS[kind])}
         for name, value in data.items():
-            self._one(path, name, value, known.get(name) or _by_ending(kind, name))
+            row = known.get(name) or _by_ending(kind, name)
+            if name in read:
+                row = Key(kind, name, ROWS[kind]["library"], "honoured")
+            self._one(path, name, value, row)
 
     def check_config(self, path: Path, config: Mapping[str, Any], model_type: str) -> None:
         """config.json of a transformers model whose class is transformers' own."""

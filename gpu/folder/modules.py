@@ -1,5 +1,5 @@
 """The module list of a Sentence-Transformers folder: Transformer, Pooling, Dense, Normalize; for
-sparse models Transformer, SpladePooling; for ColBERT Transformer, Dense, MultiVectorMask, Normalize.
+sparse models Transformer, SpladePooling, or a SparseAutoEncoder behind a pooling; for ColBERT Transformer, Dense, MultiVectorMask, Normalize.
 
 Who calls it: `gpu.folder.read`.
 What must stay true: a module or a pooling that we do not compute is refused by name; leaving one out
@@ -16,6 +16,7 @@ from typing import Any
 from gpu.batch import Pooling
 from gpu.faults import ModelLoadError
 from gpu.folder.keys import KeyReader
+from gpu.folder.latent import LATENT
 from gpu.folder.router import read_router
 from gpu.folder.stored import read_json
 
@@ -38,7 +39,7 @@ _LEGACY_POOLING_KEYS = {
 _MODULE_FILES = {
     "Pooling": "Pooling", "Dense": "Dense", "Normalize": "Normalize", "Dropout": "Dropout",
     "SpladePooling": "SpladePooling", "MultiVectorMask": "MultiVectorMask",
-    "LogitScore": "LogitScore", "CausalScoreHead": "LogitScore",
+    "LogitScore": "LogitScore", "CausalScoreHead": "LogitScore", LATENT: LATENT,
 }  # fmt: skip
 
 
@@ -74,6 +75,7 @@ class Modules:
     token_dense: tuple[DenseSpec, ...] = ()
     mask: Mapping[str, Any] | None = None
     logit_score: Mapping[str, Any] | None = None  # config of a CrossEncoder's LogitScore
+    latent: Path | None = None  # folder of a SparseAutoEncoder, behind everything else
     query_table: Path | None = None  # folder of the weights of queries, which go through no model
 
 
@@ -94,6 +96,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
     normalize = False
     logit_score: Mapping[str, Any] | None = None
     query_table: Path | None = None
+    latent: Path | None = None
     colbert = is_colbert(folder)
     for entry in entries:
         keys.check(folder / "modules.json", entry, "modules.json")
@@ -113,7 +116,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
                 splade := read_json(routes.pooling / "config.json", required=True),
                 "SpladePooling",
             )
-        elif transformer is None or splade is not None:
+        elif transformer is None or splade is not None or latent is not None:
             raise _misplaced(folder, entry)
         elif kind == "SpladePooling" and pooling is None and not token_dense:
             splade = read_json(path / "config.json", required=True)
@@ -128,6 +131,8 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
             pooling_file = path / "config.json"
         elif kind == "Dense" and pooling is not None and not normalize:
             dense.append(_dense(folder, path))
+        elif kind == LATENT and pooling is not None:
+            latent = path
         elif kind == "Normalize" and pooling is not None:
             normalize = True
         elif kind in ("LogitScore", "CausalScoreHead") and transformer and pooling is None:
@@ -155,6 +160,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
         token_dense=tuple(token_dense),
         mask=mask,
         query_table=query_table,
+        latent=latent,
     )
 
 
@@ -162,7 +168,7 @@ def _misplaced(folder: Path, entry: Mapping[str, Any]) -> ModelLoadError:
     return ModelLoadError(
         f"{folder}: module {entry.get('type')!r} in modules.json is not supported at this place; "
         "supported are Transformer, Pooling, Dense, Normalize, in this order; Transformer, "
-        "SpladePooling; Transformer, Dense (on tokens), MultiVectorMask, Normalize"
+        "SpladePooling; Transformer, Pooling, SparseAutoEncoder; Transformer, Dense (on tokens), MultiVectorMask, Normalize"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from gpu.faults import ModelLoadError
+from gpu.folder.latent import LatentSpec
 from gpu.folder.modules import DenseSpec, Modules
 from gpu.folder.sentence_bert import read_sentence_bert
 from gpu.folder.stored import read_json, weight_files
@@ -130,7 +131,7 @@ class TokenVectorSpec:
         return found if queries == (None, None) else [*found, repr(queries)]
 
 
-SparseSpec: TypeAlias = SpladeSpec | LexicalSpec
+SparseSpec: TypeAlias = SpladeSpec | LexicalSpec | LatentSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ local folder never causes a connection attempt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
     if not weight_files(weights):
         raise ModelLoadError(no_weights(weights))
     check_files(weights)
-    calls = _check_keys(folder, transformer, weights, config, family, keys)
+    read = ("max_active_dims",) if modules.latent is not None else ()
+    calls = _check_keys(folder, transformer, weights, config, family, keys, read)
     common: dict[str, Any] = {
         "folder": folder,
         "transformer": transformer,
@@ -188,11 +189,12 @@ def _check_keys(
     config: Mapping[str, Any],
     family: Family,
     keys: KeyReader,
+    read: Collection[str],
 ) -> Calls:
     """Every key of the files that say how texts become ids and ids become states."""
     if not family.remote and family.model_type in READ_BY_TYPE:
         keys.check_config(weights / "config.json", config, family.model_type)
-    check_shared_files(folder, transformer, keys)
+    check_shared_files(folder, transformer, keys, read=read)
     if not isinstance(config.get("vocab_size"), int):
         raise ModelLoadError(
             f"{weights / 'config.json'}: vocab_size = {config.get('vocab_size')!r} is no number; "

@@ -7,7 +7,7 @@ on ids or vectors is not computed here is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,17 @@ def read_sentence_bert(transformer: Path) -> Any:
     return read_json(sentence_bert_file(transformer))
 
 
-def check_shared_files(folder: Path, transformer: Path, keys: KeyReader) -> None:
-    """The keys of the two files that every kind of folder may hold."""
+def check_shared_files(
+    folder: Path, transformer: Path, keys: KeyReader, *, read: Collection[str] = ()
+) -> None:
+    """The keys of the two files that every kind of folder may hold. read: those of the library's own file
+    that this kind of folder honours whatever their value."""
     for path in (
         transformer / "tokenizer_config.json",
         folder / "config_sentence_transformers.json",
     ):
-        keys.check(path, read_json(path), path.name)
+        data = read_json(path)
+        keys.check(path, data, path.name, read=read)
 
 
 def read_calls(folder: Path, transformer: Path, keys: KeyReader) -> Calls:

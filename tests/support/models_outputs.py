@@ -235,3 +235,31 @@ def _add_tokens(folder: Path, tokens: list[str]) -> None:
     state[name] = torch.cat([state[name], rows])
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     edit_json(folder / "config.json", vocab_size=tokenizer.get_vocab_size())
+
+
+def write_csr(
+    folder: Path, *, centred: bool = False, unit: bool = False, dense: int | None = None, k: int = 8
+) -> Path:
+    """A BERT with a SparseAutoEncoder of 64 latents behind its pooling. centred: the module normalises what it
+    is given; unit: a Normalize module stands before it; dense: a Dense module of that size too."""
+    import json
+
+    import torch
+    from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
+
+    write_model(folder, "bert", normalize=unit, dense=dense)
+    modules = json.loads((folder / "modules.json").read_text())
+    path = f"{len(modules)}_SparseAutoEncoder"
+    kind = "sentence_transformers.sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder"
+    modules.append({"idx": len(modules), "name": str(len(modules)), "path": path, "type": kind})
+    _dump(folder / "modules.json", modules)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        made = SparseAutoEncoder(dense or 32, hidden_dim=64, k=k, k_aux=16, normalize=centred)
+        with torch.no_grad():
+            made.pre_bias.normal_(std=0.3)
+            made.latent_bias.normal_(std=0.1)
+    (folder / path).mkdir()
+    made.save(str(folder / path))
+    _dump(folder / "config_sentence_transformers.json", {"model_type": "SparseEncoder"})
+    return folder

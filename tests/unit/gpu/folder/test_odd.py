@@ -83,14 +83,6 @@ def jina_code(folder: Path) -> None:
     edit_json(folder / "config.json", lora_adaptations=["retrieval.query"], lora_alpha=1)
 
 
-def csr(folder: Path) -> None:
-    write_model(folder, "bert", normalize=False)
-    modules = json.loads((folder / "modules.json").read_text())
-    kind = "sentence_transformers.sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder"
-    modules.append({"idx": 2, "name": "2", "path": "2_SparseAutoEncoder", "type": kind})
-    (folder / "modules.json").write_text(json.dumps(modules))
-
-
 def naver_splade(folder: Path) -> None:
     write_model(folder, "bert", pooling=None)
     edit_json(folder / "config.json", architectures=["BertForMaskedLM"])
@@ -117,7 +109,6 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
     "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),
     "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),
-    "a SparseAutoEncoder (CSR)": (csr, "SparseAutoEncoder"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
     'model type `new`': (new_type, "in the form `gte` alone; take a repository of that type; or read that code"),
     "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
