@@ -79,6 +79,19 @@ def test_json_examples_are_records(source):
     assert type(from_json) is type(from_msgpack) and from_json.id == from_msgpack.id
 
 
+def test_what_differs_from_openais_reply_is_what_the_page_says():
+    """Two changes make an embed reply one of OpenAI's: its fields, and the fields of its entries."""
+    assert "a reader that wants OpenAI's shape sets these two" in " ".join(PAGE.split())
+    sent = json.loads(encode_reply(replies()["embed-part"][0], content_type="application/json"))
+    shaped = {**sent, "model": sent["model"]["name"]}
+    shaped["data"] = [{"object": "embedding", **entry} for entry in sent["data"]]
+    assert shaped["object"] == "list" and isinstance(shaped["model"], str)
+    assert set(shaped["usage"]) == {"prompt_tokens", "total_tokens"}
+    for entry in shaped["data"]:
+        assert {"object", "index", "embedding"} <= set(entry)
+        assert isinstance(entry["embedding"], list)
+
+
 def snippet(word: str) -> str:
     return next(text for kind, text in FENCES if kind == "python" and word in text)
 
