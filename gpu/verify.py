@@ -7,7 +7,8 @@ it cannot give an opinion on is said to have none, never called right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from gpu.batch import Float32, Runner, pack, scatter
 from gpu.folder.latent import LatentSpec
 from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
-from schemas.errors import EmbedstreamError
+from gpu.folder.static import MODEL2VEC
+from schemas.errors import EmbedstreamError, EmptyInput
 from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
 
 TEXTS = (
@@ -69,22 +71,23 @@ def second_opinion(runner: Runner) -> Opinion:
     spec: ModelSpec | None = getattr(runner, "spec", None)
     if spec is None:
         return Opinion("", why="the model has no folder")
-    try:
-        import sentence_transformers  # noqa: F401
-    except ImportError:
-        return Opinion("", why="sentence-transformers is not installed")
+    library = "model2vec" if spec.model_type == MODEL2VEC else "sentence-transformers"
+    if importlib.util.find_spec(library.replace("-", "_")) is None:
+        return Opinion("", why=f"{library} is not installed")
     compare = _comparison(spec)
     if isinstance(compare, str):
-        return Opinion("sentence-transformers", why=compare)
+        return Opinion(library, why=compare)
     try:
-        return Opinion("sentence-transformers", compare(runner, spec))
+        return Opinion(library, compare(runner, spec))
     except Exception as error:  # noqa: BLE001 - another library's failure is no verdict on us
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        return Opinion("sentence-transformers", why=f"it failed: {type(error).__name__}: {line}")
+        return Opinion(library, why=f"it failed: {type(error).__name__}: {line}")
 
 
 def _comparison(spec: ModelSpec) -> Callable[[Runner, ModelSpec], float] | str:
     """How to compare; a text: why not."""
+    if spec.model_type == MODEL2VEC:
+        return _static
     if spec.label_head is not None:
         return "label tokens are compared in the test suite alone"
     if spec.adapter is not None:
@@ -109,6 +112,19 @@ def _vectors(runner: Runner, spec: ModelSpec) -> float:
     ours = np.stack([_one(outcome).dense for outcome in _embed(runner)])
     theirs = np.stack([np.asarray(model.encode(text)) for text in TEXTS])
     return _worst(ours, theirs)
+
+
+def _static(runner: Runner, spec: ModelSpec) -> float:
+    """model2vec, which cuts long texts by characters before it counts tokens (they are shorter here), and gives
+    a text of unknown tokens zeros (an error here)."""
+    short = [text[:1000] for text in TEXTS]
+    request = EmbedRequest(id="verify", input=tuple(map(Text, short)))
+    (encoded,) = runner.encoder.encode([request])
+    empty = [isinstance(item, EmptyInput) for item in _one(encoded).items]
+    texts = [text for text, left_out in zip(short, empty, strict=True) if not left_out]
+    model = importlib.import_module("model2vec").StaticModel.from_pretrained(str(spec.folder))
+    ours = np.stack([_one(outcome).dense for outcome in _embed(runner, texts)])
+    return _worst(ours, np.asarray(model.encode(texts), np.float32))
 
 
 def _sparse(runner: Runner, spec: ModelSpec) -> float:
@@ -181,8 +197,8 @@ def _scores(runner: Runner, spec: ModelSpec) -> float:
     return _worst(ours, theirs)
 
 
-def _embed(runner: Runner, **fields: Any) -> list[Any]:
-    request = EmbedRequest(id="verify", input=tuple(map(Text, TEXTS)), truncate="right", **fields)
+def _embed(runner: Runner, texts: Sequence[str] = TEXTS, **fields: Any) -> list[Any]:
+    request = EmbedRequest(id="verify", input=tuple(map(Text, texts)), truncate="right", **fields)
     return _outcomes(runner, request)
 
 

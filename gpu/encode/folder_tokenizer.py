@@ -21,7 +21,7 @@ from gpu.folder.nvembed import NVEMBED
 from gpu.folder.odd import odd_tokenizer
 from gpu.folder.rerankers import rendered
 from gpu.folder.spec import ModelSpec
-from gpu.folder.stored import TOKENIZER_FILES, read_json
+from gpu.folder.stored import TOKENIZER_FILES, read_json, refuse_pointer
 from gpu.folder.towers import SIGLIP
 
 SLOW_SIGLIP = "SiglipTokenizer"
@@ -34,7 +34,10 @@ def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any
     """
     from transformers import AutoTokenizer
 
-    if not any((spec.transformer / name).is_file() for name in TOKENIZER_FILES):
+    found_files = [path for name in TOKENIZER_FILES if (path := spec.transformer / name).is_file()]
+    for path in found_files:
+        refuse_pointer(path)
+    if not found_files:
         # transformers would build an empty tokenizer for some model types, without a word.
         raise ModelLoadError(f"{spec.transformer}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
     if odd := odd_tokenizer(spec.transformer, slow=is_slow_siglip(spec)):

@@ -74,9 +74,12 @@ ROWS: dict[str, dict[str, Any]] = {
             "pruned_heads": (({}, None), "pruned heads are gone from transformers 5"),
             "add_cross_attention": (OFF, "an encoder has nothing to attend across to"),
             "use_mrope": (OFF, "sections of positions are for images"),
-            "quantization_config": (
-                (None,),
-                "quantized weights; save the model dequantized (float32, bfloat16 or float16)",
+            **dict.fromkeys(
+                ("quantization_config", "quantization"),  # the second is MLX's
+                (
+                    (None,),
+                    "quantized weights; save the model dequantized (float32, bfloat16 or float16)",
+                ),
             ),
             "rope_interleaved": (OFF, NOT_YET),
             # Read by the classes of some model types alone; in the others the usual value is harmless.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpu.faults import ModelLoadError
-from gpu.folder.stored import ADAPTER
+from gpu.folder.stored import ADAPTER, WEIGHTS, read_json
 
 # Model types that people ask for and that are not computed here: why, and what to do.
 NOT_HERE = {
@@ -33,16 +33,45 @@ SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 
 def refuse_odd(folder: Path) -> None:
     """Raises `ModelLoadError` for a folder without a config that says what it is by its files."""
-    if any((folder / name).is_file() for name in ("config.json", "modules.json")):
+    config = folder / "config.json"
+    if config.is_file() and not isinstance(read_json(config), dict):
+        raise ModelLoadError(
+            f"{config} holds no JSON object, so it is no model's config; fetch it again"
+        )
+    if config.is_file() or any((folder / name).is_file() for name in ("modules.json", ADAPTER)):
         return
-    if (folder / ADAPTER).is_file():
-        return
-    if what := _other_format(folder):
+    if what := _elsewhere(folder) or _other_format(folder):
         raise ModelLoadError(f"{folder}: {what}")
+
+
+def _elsewhere(folder: Path) -> str | None:
+    """The folder is no model's own: what it is."""
+    if not any(folder.iterdir()):
+        return "an empty folder; fetch the model into it, or correct the path"
+    if (folder / "model_index.json").is_file():
+        return "a diffusion pipeline of the diffusers library, which makes pictures; name a model that embeds or scores"
+    for pattern in ("*/config.json", "snapshots/*/config.json"):
+        if found := sorted(folder.glob(pattern)):
+            inner = found[0].parent.relative_to(folder)
+            return f"no model itself, but a folder around one; set the path to {inner} inside it"
+    if (folder / "params.json").is_file():
+        return (
+            "weights as Meta or Mistral first publish them (params.json); take the repository in transformers' form, "
+            "which holds a config.json (its name often ends in -hf)"
+        )
+    return None
 
 
 def no_weights(folder: Path) -> str:
     """The message for a folder with a config and without weights."""
+    for name in WEIGHTS:
+        if (folder / name).is_symlink():
+            return f"{folder / name} is a link to a file that is not there; fetch the folder again"
+    if any(folder.glob("model-*-of-*.safetensors")) or any(folder.glob("pytorch_model-*-of-*.bin")):
+        return (
+            f"{folder}: weights in several files without the index that names them (model.safetensors.index.json); "
+            "the download is not complete: fetch the folder again"
+        )
     if what := _other_format(folder):
         return f"{folder}: {what}"
     return (
@@ -66,10 +95,20 @@ def _other_format(folder: Path) -> str | None:
     for name, library in (
         ("tf_model.h5", "TensorFlow"),
         ("flax_model.msgpack", "Flax"),
+        ("saved_model.pb", "TensorFlow"),
         ("openvino_model.xml", "OpenVINO"),
+        ("*.mlpackage", "Core ML"),
+        ("*.mlmodel", "Core ML"),
+        ("*.engine", "TensorRT"),
     ):
-        if (folder / name).is_file():
+        if any(folder.glob(name)):
             return f"{library} weights alone; take a revision or a repository with safetensors"
+    for pattern in ("*.pt", "*.pth", "*.ckpt", "*.pkl", "*.joblib"):
+        if found := sorted(folder.glob(pattern)):
+            return (
+                f"a pickle under a name that no library looks for ({found[0].name}), which may run code when it is "
+                "read; load it with the code that wrote it, and write the folder with `save_pretrained`"
+            )
     return None
 
 

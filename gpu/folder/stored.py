@@ -15,6 +15,9 @@ from typing import Any
 from gpu.faults import ModelLoadError
 
 ADAPTER = "adapter_config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""In the order in which transformers looks for them; each may be cut into shards with an index."""
+_LFS = b"version https://git-lfs"
 TOKENIZER_FILES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model",
     "spiece.model",
@@ -32,15 +35,44 @@ def read_json(path: Path, *, required: bool = False) -> Any:
             raise ModelLoadError(f"{path} is missing: {path.parent} is not a complete model folder")
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        if text.startswith(_LFS):
+            raise ModelLoadError(_pointer(path))
+        return json.loads(text.decode("utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder: all safetensors shards, or else pickled ones."""
-    safe = sorted(folder.glob("model*.safetensors"))
-    return safe or sorted(folder.glob("pytorch_model*.bin"))
+    """The weight files of a folder that transformers reads: one file before shards, safetensors before pickles.
+
+    Others that lie beside them (half precision, an older state) are never read. Raises `ModelLoadError` for
+    a shard that is not there.
+    """
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _shards(index)
+    return []
+
+
+def _shards(index: Path) -> list[Path]:
+    found = read_json(index)
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelLoadError(f"{index} holds no weight_map, which names the file of every tensor")
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name or not name:
+            raise ModelLoadError(f"{index} names a file outside of its folder")
+        if not (index.parent / name).is_file():
+            raise ModelLoadError(
+                f"{index.parent / name} is missing, one of the {len(files)} files that {index.name} names; the "
+                "download is not complete: fetch the folder again"
+            )
+    return [index.parent / name for name in files]
 
 
 def check_files(folder: Path) -> None:
@@ -77,10 +109,37 @@ def header(path: Path) -> dict[str, Any]:
     """Tensor names, dtypes and shapes of a safetensors file. Raises `ModelLoadError`."""
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            start = file.read(len(_LFS))
+            if start == _LFS:
+                raise ModelLoadError(_pointer(path))
+            (length,) = struct.unpack("<Q", start[:8])
             if length > _HEADER_LIMIT:
                 raise ValueError("the header is too long")
+            file.seek(8)
             found: dict[str, Any] = json.loads(file.read(length))
-            return found
+            size = file.seek(0, 2)
     except (OSError, ValueError, struct.error) as error:
-        raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
+        raise ModelLoadError(
+            f"{path}: not a readable safetensors file ({error}); fetch it again"
+        ) from error
+    ends = [e["data_offsets"][1] for name, e in found.items() if name != "__metadata__"]
+    wanted = 8 + length + max(ends, default=0)
+    if size < wanted:
+        raise ModelLoadError(
+            f"{path} has {size} bytes and should have {wanted}: the download is not complete; fetch it again"
+        )
+    return found
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises `ModelLoadError` for a file that only stands for another."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise ModelLoadError(_pointer(path))
+
+
+def _pointer(path: Path) -> str:
+    return (
+        f"{path} is a Git LFS pointer, which stands for a file that was not fetched; run `git lfs pull` in the "
+        "repository"
+    )

@@ -199,6 +199,30 @@ def test_weights_replaced_under_a_running_model_give_no_score(tmp_path: Path) ->
     assert run(runner, encode(runner, ()).items)
 
 
+def test_labels_are_read_from_the_weights_that_transformers_reads(tmp_path: Path) -> None:
+    """Beside them: a copy with another head under names that sort before and behind; the scores are the same."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_causal(tmp_path / "m", "llama", tie=False)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["lm_head.weight"] * 3 + 1
+    for name in (
+        "model.fp16.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model2.safetensors",
+    ):
+        save_file(state, folder / name, metadata={"format": "pt"})
+    logits = reference(folder, [5, 6])
+    for settings in ({}, {"label_tokens": ("yes", "no")}):
+        runner = make_runner_factory("m", folder, rerank_template=TEMPLATE, **settings)()  # type: ignore[arg-type]
+        raw = np.stack(run(runner, encode(runner, (5, 6), raw_scores=True).items))
+        assert np.abs(raw - logits).max() <= 1e-5
+    own = np.stack(run(runner, encode(runner, (), raw_scores=True).items))[:, 0]
+    ids = [chat_tokenizer()[0].token_to_id(text) for text in ("yes", "no")]
+    pair = reference(folder, ids)
+    assert np.abs(own - (pair[:, 0] - pair[:, 1])).max() <= 1e-5
+
+
 def test_rows_are_kept_within_bounds_and_read_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

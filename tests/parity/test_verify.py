@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,13 @@ from gpu.verify import TEXTS, second_opinion
 from tests.support.models import FAMILY_NAMES, edit_json, write_model
 from tests.support.models_encoders import ENCODER_NAMES
 from tests.support.models_more import MORE_NAMES
-from tests.support.models_outputs import write_colbert, write_m3, write_router, write_splade
+from tests.support.models_outputs import (
+    write_colbert,
+    write_m3,
+    write_router,
+    write_splade,
+    write_static,
+)
 
 FOLDERS: dict[str, dict[str, Any]] = {
     "bert": {"dense": 8},
@@ -99,3 +108,34 @@ def test_the_library_agrees_on_packaged_models(
     opinion = second_opinion(make_runner_factory("m", packaged_model(name))())
     print(name, opinion)
     assert opinion.worst is not None and np.isfinite(opinion.worst) and opinion.agrees, opinion
+
+
+def test_a_static_model_is_compared_with_the_library_that_its_layout_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model2Vec drops unknown tokens and Sentence-Transformers counts them: neither judges the other's."""
+    from tests.parity.test_outputs_tiny import model2vec
+
+    static = make_runner_factory("s", write_static(tmp_path / "s", layout="st"))()
+    opinion = second_opinion(static)
+    assert opinion.library == "sentence-transformers" and opinion.agrees, opinion
+    folder = write_static(tmp_path / "m")
+    runner = make_runner_factory("m", folder)()
+    monkeypatch.setitem(sys.modules, "model2vec", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "model2vec is not installed" in second_opinion(runner).told()
+
+    class StaticModel:
+        @classmethod
+        def from_pretrained(cls, path: str) -> StaticModel:
+            return cls()
+
+        def encode(self, texts: list[str]) -> np.ndarray:
+            return np.stack([model2vec(folder, text) for text in texts])
+
+    library = types.ModuleType("model2vec")
+    library.StaticModel = StaticModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "model2vec", library)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    opinion = second_opinion(runner)
+    assert opinion.library == "model2vec" and opinion.agrees, opinion
