@@ -166,7 +166,7 @@ def test_whatever_changes_a_number_changes_it_and_nothing_else_does(
             else:
                 wrong.append(f"{name}: {'fingerprint' if now[0] != first[0] else 'numbers'} alone")
         file.write_text(original)
-    print(kind, dict(counts))
+    print(f"{kind}: {counts.total()} values tried, {dict(counts)}")
     assert not wrong, "\n".join(wrong)
     assert counts["both"] >= 5 and counts["neither"] >= 5 and counts["refused"] >= 5
 
@@ -178,6 +178,7 @@ def test_every_tensor_that_is_read_changes_it(tmp_path: Path, kind: str) -> None
     folder = FOLDERS[kind](tmp_path / "m")
     first = answers(folder)
     assert first is not None
+    counts: Counter[str] = Counter()
     for file in sorted(folder.rglob("*.safetensors")):
         tensors = load_file(file)
         for name in [*sorted(tensors)[::4], *(n for n in tensors if "pooler" in n)]:
@@ -187,9 +188,12 @@ def test_every_tensor_that_is_read_changes_it(tmp_path: Path, kind: str) -> None
             save_file(other, file)
             now = answers(folder)
             assert now is not None
+            counts["both" if now[0] != first[0] and now[1] != first[1] else "not both"] += 1
             if "key.bias" not in name:
                 assert (now[0] != first[0]) == (now[1] != first[1]), name
         save_file(tensors, file)
+    print(f"{kind}: {counts.total()} tensors tried, {dict(counts)}")
+    assert counts["both"] >= 5
 
 
 def test_what_is_no_part_of_the_model_leaves_it(tmp_path: Path) -> None:
