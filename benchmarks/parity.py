@@ -61,6 +61,7 @@ EXAMPLES: dict[str, str] = {
     "mpnet": "sentence-transformers/all-mpnet-base-v2",
     "mt5": "google/mt5-base",
     "nemotron": "nvidia/Minitron-4B-Base",
+    "new": "Alibaba-NLP/gte-multilingual-base, gte-base-en-v1.5, as they were first published",
     "nomic_bert": "nomic-ai/nomic-embed-text-v1.5",
     "nvembed": "nvidia/NV-Embed-v2",
     "olmo2": "allenai/OLMo-2-0425-1B",
@@ -92,6 +93,7 @@ NOTES: dict[str, str] = {
     "modernbert-decoder": "label tokens are refused: its vocabulary head has a layer before it",
     "llama_bidirec": "NVIDIA's bidirectional Llama; its code is not run",
     "minicpm": "layerwise rerankers alone; `cutoff_layer` says which layer; its code is not run",
+    "new": "GTE's first form, NTK rope included; its code is not run",
     "nvembed": "`trust_remote_code`; latent attention natively, the folder's code is not run",
     "siglip": "every text filled up to 64 tokens; SigLIP 2 of a fixed resolution too",
     "t5": "encoder half; the relative bias is as large as the longest item",
@@ -228,6 +230,26 @@ def llama_bidirec(root: Path) -> Measured:
     return dataclasses.replace(measured, logits=worst)
 
 
+def new_gte(root: Path) -> Measured:
+    from gpu.load import make_runner_factory
+    from schemas.requests import ClassifyRequest, Text
+    from tests.support.models import write_new
+    from tests.support.references import new_logits, new_states
+
+    folder = write_new(root / "embed", pooling="cls", normalize=False)
+    runner = make_runner_factory("m", folder, device="cpu")()
+    ids = [np.array(runner.encoder._tokenizer.encode(text).ids) for text in TEXTS]
+    expected = [new_states(folder, one)[0].numpy() for one in ids]
+    measured = against(runner, list(map(Text, TEXTS)), expected)
+    folder = write_new(root / "classify", labels=2)
+    runner = make_runner_factory("m", folder, device="cpu")()
+    request = ClassifyRequest(id="r", input=tuple(map(Text, TEXTS)), raw_scores=True)
+    got = outcomes(runner, runner.encoder.encode([request])[0].items)
+    pairs = zip(got, ids, strict=True)
+    worst = max(float(np.abs(row - new_logits(folder, one)).max()) for row, one in pairs)
+    return dataclasses.replace(measured, logits=worst)
+
+
 def minicpm(root: Path) -> Measured:
     from gpu.load import make_runner_factory
     from schemas.requests import Document, RerankRequest
@@ -323,6 +345,7 @@ SPECIAL: dict[str, Callable[[Path], Measured]] = {
     "clip": clip,
     "llama_bidirec": llama_bidirec,
     "minicpm": minicpm,
+    "new": new_gte,
     "siglip": siglip,
     "qwen2_vl": qwen2_vl,
     **{kind: (lambda root, kind=kind: static(kind, root)) for kind in STATIC_TYPES},

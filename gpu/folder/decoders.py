@@ -21,7 +21,8 @@ _HEADS = ("ForSequenceClassification", "ForMaskedLM")
 # Encoders whose folders carried the code that transformers took over under the same names.
 # What code of a folder is computed here without running it, by model type: see `gpu.folder.families`.
 _KNOWN_CODE = {
-    "llama_bidirec": ("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification")
+    "llama_bidirec": ("LlamaBidirectionalModel", "LlamaBidirectionalForSequenceClassification"),
+    "new": ("NewModel", "NewForSequenceClassification"),
 }
 _UPSTREAMED = frozenset({"nomic_bert", "eurobert"})
 
@@ -58,7 +59,7 @@ def check_folder_code(
         return ()
     name = str(remote).rsplit(".", 1)[-1]
     if name in _KNOWN_CODE.get(family.model_type, ()):
-        return (f"the folder's own {name} is not run; transformers' Llama computes the same",)
+        return (f"the folder's own {name} is not run; a class of transformers computes the same",)
     plain = family.model_type.replace("_", "") + (suffix or "Model")
     if name.lower() != plain.lower() or not (family.causal or family.model_type in _UPSTREAMED):
         raise ModelLoadError(

@@ -131,6 +131,7 @@ _ROWS = (
     Family("mpnet", position_offset="pad_token", mlm="lm_head", wrapper="mpnet"),
     Family("albert", head="albert"),
     Family("gte", learned_positions=False, head="pooler_classifier"),
+    Family("new", learned_positions=False, head="pooler_classifier", loads_as="GteModel"),
     Family("jina_embeddings_v3", learned_positions=False, task_adapters=True),
     Family("eurobert", learned_positions=False, head="eurobert"),
     Family("deberta-v2", head="deberta", wrapper="deberta"),

@@ -14,7 +14,6 @@ from gpu.folder.stored import ADAPTER, WEIGHTS, read_json
 
 # Model types that people ask for and that are not computed here: why, and what to do.
 NOT_HERE = {
-    "new": "its own RoPE and layers are computed in the form `gte` alone; take a repository of that type",
     "siglip2": "NaFlex takes images of any shape, patch by patch with a mask, which is not computed here; take "
     "a SigLIP 2 model of a fixed resolution (its config.json says `siglip`)",
     "embedding_gemma2": "its images and sounds are not computed here; save its text tower on its own "

@@ -46,6 +46,7 @@ from gpu.folder.sentence_bert import Calls, check_shared_files, read_calls
 from gpu.folder.spec import ModelSpec, Overrides
 from gpu.folder.static import read_static
 from gpu.folder.stored import check_files, read_json, weight_files
+from gpu.folder.type_rows import FOLDER_CONFIG
 from gpu.folder.vision import read_vision
 from schemas.requests import Task
 
@@ -192,7 +193,7 @@ def _check_keys(
     read: Collection[str],
 ) -> Calls:
     """Every key of the files that say how texts become ids and ids become states."""
-    if not family.remote and family.model_type in READ_BY_TYPE:
+    if not family.remote and family.model_type in {*READ_BY_TYPE, *FOLDER_CONFIG}:
         keys.check_config(weights / "config.json", config, family.model_type)
     check_shared_files(folder, transformer, keys, read=read)
     if not isinstance(config.get("vocab_size"), int):

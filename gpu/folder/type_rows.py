@@ -9,9 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu.folder.key_rows import NOT_YET, TF
+from gpu.folder.key_rows import NOT_YET, OFF, TF
 
 FOLDER_CONFIG: dict[str, dict[str, Any]] = {
+    "new": {
+        "library": "Alibaba's code",
+        "honoured": """vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
+            hidden_act type_vocab_size layer_norm_eps rope_theta rope_scaling""",
+        "inert": """max_position_embeddings pad_token_id unpad_inputs use_memory_efficient_attention
+            attention_probs_dropout_prob hidden_dropout_prob classifier_dropout logn_attention_clip1
+            pack_qkv""",
+        "only": {
+            "position_embedding_type": (("rope",), NOT_YET),
+            "layer_norm_type": (("layer_norm",), NOT_YET),
+            "logn_attention_scale": (OFF, NOT_YET),
+        },
+    },
     "minicpm": {
         "library": "FlagEmbedding",
         "honoured": """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads

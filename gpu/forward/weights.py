@@ -22,6 +22,7 @@ from gpu.folder.nvembed import NVEMBED
 from gpu.folder.spec import ModelSpec
 from gpu.forward.layerwise import load_layerwise
 from gpu.forward.lora import merged
+from gpu.forward.new_gte import NEW, gte_config
 from gpu.forward.nvembed import load_nvembed
 from gpu.forward.rope import make_stateless
 from gpu.forward.task_adapters import with_task_adapters
@@ -89,6 +90,7 @@ def load_model(
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=not pickled,
+                **_config(spec),
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,  # so that the report names them; refused below
                 output_loading_info=True,
@@ -113,6 +115,13 @@ def load_model(
     wrap(base, spec.family)
     make_stateless(base)
     return LoadedModel(model=model, base=base, config=model.config, notes=notes)
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    """The config of a folder whose own is of no class of transformers."""
+    if spec.model_type != NEW:
+        return {}
+    return {"config": gte_config(spec.config, len(spec.labels) if spec.head else None)}
 
 
 def _check_keys(spec: ModelSpec, report: dict[str, Any]) -> tuple[str, ...]:

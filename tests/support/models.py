@@ -293,6 +293,38 @@ def write_model(
     return folder
 
 
+def write_new(folder: Path, *, scaling: float | None = 8.0, **fields: Any) -> Path:
+    """GTE in its first form: model type `new`, code of its own, and the tensors under the names that
+    transformers' Gte keeps in a file. scaling: factor of its NTK rope. fields: as in `write_model`."""
+    from safetensors.torch import load_file, save_file
+
+    write_model(folder, "gte", **fields)
+    weights = load_file(folder / "model.safetensors")
+    named = {name.replace("gte.", "new.", 1): tensor for name, tensor in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    head = "ForSequenceClassification" if "labels" in fields else "Model"
+    edit_json(
+        folder / "config.json",
+        model_type="new",
+        architectures=[f"New{head}"],
+        auto_map={
+            f"AutoModel{head.removesuffix('Model')}": f"Alibaba-NLP/new-impl--modeling.New{head}"
+        },
+        rope_parameters=None,
+        rope_theta=20000.0,
+        rope_scaling=None if scaling is None else {"type": "ntk", "factor": scaling},
+        position_embedding_type="rope",
+        layer_norm_type="layer_norm",
+        logn_attention_scale=False,
+        logn_attention_clip1=False,
+        pack_qkv=True,
+        unpad_inputs=False,
+        use_memory_efficient_attention=False,
+        bos_token_id=None,
+    )
+    return folder
+
+
 def write_bidirectional(folder: Path, *, pooling: str | None = None, **fields: Any) -> Path:
     """A Llama as NVIDIA's rerankers and embedders name theirs: code of the folder, attention both ways.
 

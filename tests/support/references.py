@@ -76,6 +76,61 @@ def bidirectional_scores(
     return (weight @ pooled / temperature).numpy()
 
 
+def new_states(folder: Path, ids: np.ndarray) -> Any:
+    """[n_tokens, hidden]: Alibaba's new-impl in words, float64: no positions but rotary halves with NTK
+    frequencies, gated layers, norms behind the sums."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file
+    from torch.nn import functional
+
+    c = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors").items()
+    w = {name.removeprefix("new."): t.double() for name, t in stored}
+    n, heads, width = len(ids), c["num_attention_heads"], c["hidden_size"]
+    size = width // heads
+    by = float((c.get("rope_scaling") or {}).get("factor", 1.0))
+    powers = torch.arange(0, size, 2, dtype=torch.float64) / size
+    turns = 1 / (c["rope_theta"] * by) ** powers / by ** (2 / size)
+    angles = torch.outer(torch.arange(n, dtype=torch.float64), turns).repeat(1, 2)
+
+    def normed(x: Any, name: str) -> Any:
+        return functional.layer_norm(
+            x, (width,), w[f"{name}.weight"], w[f"{name}.bias"], c["layer_norm_eps"]
+        )
+
+    def turned(x: Any) -> Any:
+        left, right = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
+
+    x = w["embeddings.word_embeddings.weight"][torch.from_numpy(ids.astype(np.int64))]
+    x = normed(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    for i in range(c["num_hidden_layers"]):
+        at = f"encoder.layer.{i}."
+        qkv = x @ w[f"{at}attention.qkv_proj.weight"].T + w[f"{at}attention.qkv_proj.bias"]
+        q, k, v = (t.view(n, heads, size).transpose(0, 1) for t in qkv.split(width, dim=-1))
+        weights = torch.softmax(turned(q) @ turned(k).transpose(1, 2) / size**0.5, -1)
+        mixed = (weights @ v).transpose(0, 1).reshape(n, width)
+        mixed = mixed @ w[f"{at}attention.o_proj.weight"].T + w[f"{at}attention.o_proj.bias"]
+        x = normed(x + mixed, f"{at}attn_ln")
+        up, gate = (x @ w[f"{at}mlp.up_gate_proj.weight"].T).chunk(2, dim=-1)
+        down = functional.gelu(gate) * up @ w[f"{at}mlp.down_proj.weight"].T
+        x = normed(x + down + w[f"{at}mlp.down_proj.bias"], f"{at}mlp_ln")
+    return x
+
+
+def new_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """[n_labels]: its classifier behind BERT's pooler on the first token."""
+    import torch
+    from safetensors.torch import load_file
+
+    w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
+    first = new_states(folder, ids)[0]
+    pooled = torch.tanh(w["new.pooler.dense.weight"] @ first + w["new.pooler.dense.bias"])
+    return (w["classifier.weight"] @ pooled + w["classifier.bias"]).numpy()
+
+
 def layerwise_score(folder: Path, ids: np.ndarray, cut: int) -> float:
     """FlagEmbedding's layerwise MiniCPM in words, float64: causal layers with rotary halves, embeddings and
     residuals scaled, the norm and the head behind layer `cut` on the last token."""

@@ -182,7 +182,7 @@ def test_t5_biases_are_as_large_as_the_longest_item(load: Any) -> None:
     assert seen == [(60, 60)]
 
 
-@pytest.mark.parametrize("model_type", ["longformer", "new", "not-a-model", ""])
+@pytest.mark.parametrize("model_type", ["longformer", "not-a-model", ""])
 def test_unknown_families_are_refused_by_name(tmp_path: Path, model_type: str) -> None:
     folder = write_model(tmp_path / "m", "bert")
     edit_json(folder / "config.json", model_type=model_type)

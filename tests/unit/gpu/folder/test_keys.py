@@ -187,8 +187,9 @@ def test_every_family_of_the_table_is_tried_above() -> None:
             "nvembed",
             "llama_bidirec",
             "minicpm",
+            "new",
         }
-    )  # the last four bring code; tests/parity tries the third (test_bidirectional) and fourth (test_layerwise)
+    )  # all bring code; tests/parity tries the last three: test_bidirectional, test_layerwise, test_new_gte
     assert set(FAMILIES) <= tried
 
 

@@ -59,11 +59,6 @@ def sentencepiece(folder: Path) -> None:
     (folder / "sentencepiece.bpe.model").write_bytes(b"x")
 
 
-def new_type(folder: Path) -> None:
-    write_model(folder, "bert")
-    edit_json(folder / "config.json", model_type="new", auto_map={"AutoModel": "modeling.NewModel"})
-
-
 def typed(model_type: str, *, code: bool = False) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         write_model(folder, "bert")
@@ -188,7 +183,6 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),
     "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
-    'model type `new`': (new_type, "in the form `gte` alone; take a repository of that type; or read that code"),
     "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
     "an empty folder": (empty, "an empty folder; fetch the model into it"),
     "a folder around a model": (around("inner"), "set the path to inner inside it"),

@@ -132,6 +132,7 @@ def test_every_family_that_tests_write_has_its_row() -> None:
     from_folder = {
         "llama_bidirec",
         "minicpm",
+        "new",
         "internlm2",
         "nvembed",
     }  # what they are comes with the model folder
