@@ -42,9 +42,9 @@ from pipeline.model_pool import load_models
 from pipeline.observe import views
 from pipeline.observe.http import HealthServer, HealthViews
 from pipeline.observe.readiness import Readiness, readiness
-from pipeline.settings.load import RouteSettings, Settings, route_options
+from pipeline.settings.load import RouteSettings, Settings, route_accepts, route_options
 from pipeline.transports.delivery import HeldDelivery
-from pipeline.transports.registry import REPLY, Transport, open_transport
+from pipeline.transports.registry import REPLY, Transport, limit_notices, open_transport
 from pipeline.transports.source import BrokerSource
 
 log = structlog.get_logger(__name__)
@@ -183,6 +183,8 @@ class App:
                     clock=self.clock,
                     metrics=self.metrics,
                 )
+                for notice in await limit_notices(options, route_accepts(self.settings, route)):
+                    log.warning("limits_differ", route=route.name, notice=notice)
             except (ConnectionError, ValueError) as error:
                 raise OperatorError(f"route {route.name}: {error}") from error
         resources.push_async_callback(_close_quietly, transport.sink.aclose, "sink")

@@ -125,19 +125,30 @@ async def _reach_all(settings: Settings, findings: Findings) -> None:
         findings.reached[route.name] = True
     async with asyncio.TaskGroup() as group:
         for route in settings.routes:
-            for reach, url in _ends(route):
+            for reach, url in _ends(settings, route):
                 group.create_task(_reach(route, reach, url, findings))
 
 
 _Reach: TypeAlias = Callable[[str], Coroutine[Any, Any, tuple[str, ...]]]
 
 
-def _ends(route: RouteSettings) -> list[tuple[_Reach, str]]:
+def _ends(settings: Settings, route: RouteSettings) -> list[tuple[_Reach, str]]:
     """Where requests come from, and where results go unless each request says so."""
     from pipeline.indexing.sinks.registry import is_collection, reach_collection
-    from pipeline.transports.registry import REPLY, reach, reach_destination
+    from pipeline.settings.load import route_accepts
+    from pipeline.transports.registry import (
+        REPLY,
+        limit_notices,
+        parse_url,
+        reach,
+        reach_destination,
+    )
 
-    ends: list[tuple[_Reach, str]] = [(reach, route.source)]
+    async def reach_source(url: str) -> tuple[str, ...]:
+        notes = await reach(url, exactly_once=route.delivery == "exactly_once")
+        return *notes, *await limit_notices(parse_url(url), route_accepts(settings, route))
+
+    ends: list[tuple[_Reach, str]] = [(reach_source, route.source)]
     if is_collection(route.destination):
         ends.append((reach_collection, route.destination))
         if route.report_to is not None:

@@ -37,7 +37,7 @@ from pipeline.settings.records import (
     Settings,
 )
 from pipeline.settings.sources import Problem, SettingsError, read_sources
-from pipeline.transports.options import Options, Place
+from pipeline.transports.options import Accepts, Options, Place
 from pipeline.transports.registry import kind_of, parse_url
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "explain",
     "load",
     "redacted",
+    "route_accepts",
     "route_options",
 ]
 
@@ -133,6 +134,17 @@ def route_options(settings: Settings, route: RouteSettings) -> Options:
         theirs = [*beside.consumes(), *(p for p in beside.writes() if p.is_dead_letters)]
         refused += [place for place in theirs if any(place.beside(our) for our in ours)]
     return options.refusing(refused)
+
+
+def route_accepts(settings: Settings, route: RouteSettings) -> Accepts:
+    """What a route's limits let through."""
+    limits, i = settings.limits_for(route), settings.routes.index(route)
+    named = (f"routes.{i}.limits.max_record_bytes", "limits.max_record_bytes")
+    return Accepts(
+        limits.max_record_bytes,
+        any(name in settings.origins for name in named),
+        limits.max_metadata_bytes + limits.max_id_bytes,
+    )
 
 
 class Effective(NamedTuple):

@@ -95,6 +95,19 @@ class Place(NamedTuple):
         return not one_name or re.match(self.pattern, other.name) is not None
 
 
+class Accepts(NamedTuple):
+    """What a route's own limits let through, to compare with those of its broker.
+
+    record_bytes          largest request record
+    record_was_set        somebody chose it
+    smallest_reply_bytes  what every reply repeats of its request at most
+    """
+
+    record_bytes: int
+    record_was_set: bool
+    smallest_reply_bytes: int
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Base of every transport's options: plain frozen values that check themselves."""
 

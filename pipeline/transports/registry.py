@@ -23,7 +23,7 @@ from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.letters import Letters
 from pipeline.transports.one_place import OnePlace
-from pipeline.transports.options import Options
+from pipeline.transports.options import Accepts, Options
 from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis_list.options import RedisListOptions
 from pipeline.transports.signed import SignedDestinations, read_keys
@@ -46,8 +46,11 @@ class _ReplayModule(Protocol):
 
 
 class _ReachModule(Protocol):
-    async def reach(self, options: Any, *, place: str | None = None) -> tuple[str, ...]:
-        """As `registry.reach`; with a `place` as `registry.reach_destination`."""
+    async def reach(
+        self, options: Any, *, place: str | None = None, **more: Any
+    ) -> tuple[str, ...]:
+        """As `registry.reach`; with a `place` as `registry.reach_destination`. more: `exactly_once`
+        where options do not refuse it."""
         ...
 
 
@@ -309,7 +312,7 @@ async def open_letters(url: str) -> Letters:
     return await opener.open_letters(options, place)
 
 
-async def reach(url: str) -> tuple[str, ...]:
+async def reach(url: str, *, exactly_once: bool = False) -> tuple[str, ...]:
     """Whether the broker behind a source can be used; joins no group and creates nothing.
 
     Tries all that `serve` will need there: reading, settling, replies and dead letters. Returns one
@@ -317,7 +320,17 @@ async def reach(url: str) -> tuple[str, ...]:
     `ConnectionError` or `ValueError` with one line and the remedy.
     """
     module: _ReachModule = kind_of(url).module("reach")
-    return await module.reach(parse_url(url))
+    more: dict[str, Any] = {"exactly_once": True} if exactly_once else {}
+    return await module.reach(parse_url(url), **more)
+
+
+async def limit_notices(options: Options, accepts: Accepts) -> tuple[str, ...]:
+    """One line for each limit of a route that its broker's does not match; raises nothing."""
+    if not isinstance(options, KafkaOptions):
+        return ()
+    from pipeline.transports.kafka.limits import against
+
+    return await against(options, accepts)
 
 
 async def reach_destination(url: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
@@ -105,3 +106,12 @@ async def config_of(
         for found in entries
         if code == 0 and found[0] == entry and found[1]
     ]
+
+
+async def request_topics(options: KafkaOptions, admin: AIOKafkaAdminClient) -> tuple[str, ...]:
+    """Those that are read: as the options name them, or of those that exist all that match."""
+    if options.pattern is None:
+        return options.topics
+    found = await admin.describe_topics()
+    names = sorted(one["topic"] for one in found if not one["is_internal"])
+    return tuple(name for name in names if re.match(options.whole_pattern, name))

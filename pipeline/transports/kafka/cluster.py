@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.transaction import InitProducerIdRequest
 
-from pipeline.transports.kafka.admin import REACH_S, admin_of, config_of, words
+from pipeline.transports.kafka.admin import REACH_S, admin_of, config_of, request_topics, words
 from pipeline.transports.kafka.limits import compare_limits, message_limit
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.schema_registry import reach_registry
@@ -113,15 +112,6 @@ async def survey(
     return ClusterFacts(
         idempotent, limit, tuple(notices), creates, counts, known, latest, by_pattern
     )
-
-
-async def request_topics(options: KafkaOptions, admin: AIOKafkaAdminClient) -> tuple[str, ...]:
-    """Those that are read: as the options name them, or of those that exist all that match."""
-    if options.pattern is None:
-        return options.topics
-    found = await admin.describe_topics()
-    names = sorted(one["topic"] for one in found if not one["is_internal"])
-    return tuple(name for name in names if re.match(options.whole_pattern, name))
 
 
 def _no_match(options: KafkaOptions) -> str:

@@ -20,15 +20,17 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     KafkaError,
     TopicAuthorizationFailedError,
+    TransactionalIdAuthorizationFailed,
     UnknownTopicOrPartitionError,
     for_code,
 )
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.group import HeartbeatRequest
 from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import EndTxnRequest
 
 from pipeline.transports.kafka import cluster
-from pipeline.transports.kafka.admin import admin_of, config_of, words
+from pipeline.transports.kafka.admin import admin_of, config_of, request_topics, words
 from pipeline.transports.kafka.options import MAX_INT32, KafkaOptions
 
 _NO_PARTITION = MAX_INT32
@@ -37,11 +39,14 @@ _RETRY_S = 0.1
 _KNOWS_RIGHTS = (UnknownTopicOrPartitionError, TopicAuthorizationFailedError)
 
 
-async def reach(options: KafkaOptions, *, place: str | None = None) -> tuple[str, ...]:
+async def reach(
+    options: KafkaOptions, *, place: str | None = None, exactly_once: bool = False
+) -> tuple[str, ...]:
     """As `registry.reach`: one line for each thing that works but should be looked at.
 
     Args:
         place: a topic that is only written; None: all that a source and the sink beside it use.
+        exactly_once: transactions, too.
 
     Raises:
         ConnectionError: the cluster, a right or a codec is missing; one line.
@@ -53,10 +58,10 @@ async def reach(options: KafkaOptions, *, place: str | None = None) -> tuple[str
     facts = await cluster.survey(looking, consumes=consumes, tells_missing=False)
     try:
         async with admin_of(options) as admin:
-            topics = list(await cluster.request_topics(options, admin)) if consumes else []
+            topics = list(await request_topics(options, admin)) if consumes else []
             missing = await _missing(options, admin, topics)
             problems, notices = await _topics(options, admin, missing)
-            problems += await _rights(options, admin, topics, consumes)
+            problems += await _rights(options, admin, topics, consumes, exactly_once)
     except KafkaError as error:
         raise ConnectionError(f"Kafka at {options.bootstrap}: {words(error)}") from None
     if problems:
@@ -177,7 +182,11 @@ async def _would_refuse(
 
 
 async def _rights(
-    options: KafkaOptions, admin: AIOKafkaAdminClient, topics: list[str], consumes: bool
+    options: KafkaOptions,
+    admin: AIOKafkaAdminClient,
+    topics: list[str],
+    consumes: bool,
+    exactly_once: bool,
 ) -> list[str]:
     """Which rights this client lacks; empty where the broker does not say."""
     reads = [(f"READ on the topic {topic}", _read_error, topic) for topic in topics]
@@ -190,6 +199,12 @@ async def _rights(
     ]
     if consumes and await _member_error(options, admin) is GroupAuthorizationFailedError:
         lacks.append(f"READ on the group {options.group}")
+    if exactly_once:
+        name = f"{options.group}.{options.group_instance_id or 'check'}"
+        # Of a producer that no transaction has: the right is looked at first.
+        answer = await _answer(admin, EndTxnRequest(name, 0, 0, False))
+        if answer is not None and for_code(answer.error_code) is TransactionalIdAuthorizationFailed:
+            lacks.append(f"WRITE on transactional ids that begin with {options.group}.")
     return [f"this client lacks {' and '.join(lacks)}: grant it"] if lacks else []
 
 

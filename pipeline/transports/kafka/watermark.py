@@ -87,7 +87,9 @@ class PartitionWatermark:
         """What to commit beside `committable`; `clean`: nothing handed out can still kill us."""
         assert self.committable is not None
         handed_out = -1 if clean else self.reserved
-        return dump(self.committable, handed_out, self._done, self.attempts, tag)
+        # What was finished before us and we have not come to yet: whoever follows us must know it, too.
+        before = {one for one in self.known.done if one > self.last_handed_out}
+        return dump(self.committable, handed_out, self._done | before, self.attempts, tag)
 
     def with_settled(self, offsets: Iterable[int]) -> PartitionWatermark:
         """As it will be once these are settled, too; this one does not change."""

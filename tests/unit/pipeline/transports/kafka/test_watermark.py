@@ -105,6 +105,25 @@ def test_a_clean_hand_over_leaves_no_suspicion() -> None:
     assert mark.memory(clean=True) == ""
 
 
+def test_what_was_finished_before_us_outlives_us_too() -> None:
+    """E05: two deaths in a row: the second process commits before it comes to what the first one had
+    finished out of order, and the third one does not do that again."""
+    second = PartitionWatermark(epoch=1, window=10)
+    second.recall(4, Progress(9, frozenset({6, 7}), {}))
+    second.reserve(20)
+    assert parse(4, second.memory(clean=False)).done == {6, 7}
+    for offset in (4, 5, 6):
+        second.hand_out(offset)
+    assert parse(4, second.memory(clean=False)).done == {7}
+    second.settle(6)  # known, so at once
+    assert parse(4, second.memory(clean=True)).done == {6, 7}
+    second.settle(4)
+    assert second.committable == 5
+    later = second.with_settled([5])
+    assert later.committable == 7
+    assert parse(7, later.memory(clean=False)).done == {7}
+
+
 def test_offsets_must_ascend() -> None:
     mark = PartitionWatermark(1, window=10)
     mark.hand_out(7)
