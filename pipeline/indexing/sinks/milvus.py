@@ -55,8 +55,8 @@ _PAGE = 1000
 _STRONG = "Strong"
 
 # The client logs each error with a traceback, and with what the server says of a value.
-for _name in ("pymilvus.decorators", "pymilvus.client.grpc_handler"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+for _name in ("decorators", "client.grpc_handler", "client.iterator.query_iterator"):
+    logging.getLogger(f"pymilvus.{_name}").setLevel(logging.CRITICAL + 1)
 
 
 class MilvusCollection(Collection):
