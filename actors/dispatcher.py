@@ -31,7 +31,7 @@ Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
 
 MAX_TAKEN_BACK = 4
 """How often a batch is packed again before the one ahead of it has ended: each time costs the event loop a
-pack (0.1 ms of CPU per 512 tokens)."""
+pack (0.1 ms of CPU for 64 items, 1.5 ms for 1,024)."""
 
 
 @dataclass(slots=True, eq=False)

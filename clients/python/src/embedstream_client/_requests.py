@@ -99,7 +99,7 @@ def items(given: EmbedInput) -> tuple[Item, ...]:
     """
     if isinstance(given, str | Mapping):
         return (_item(given, "$.input"),)
-    given = _sequence(given, "$.input")
+    given = _sequence(given, "$.input", "a text, token ids or a list of them")
     if given and all(_is_int(one) for one in given):
         return (_item(given, "$.input"),)
     return tuple(_item(one, f"$.input[{i}]") for i, one in enumerate(given))
@@ -173,7 +173,7 @@ def _check_fields(given: Mapping[str, Any], known: Sequence[str], path: str) -> 
 
 
 def _token_ids(given: object, path: str, expected: str) -> TokenIds:
-    ids = _sequence(given, path)
+    ids = _sequence(given, path, expected)
     if not all(_is_int(one) for one in ids):
         raise InvalidRequest(f"expected {expected}", path=path)
     return TokenIds(tuple(operator.index(one) for one in ids))
@@ -202,14 +202,14 @@ def _is_int(given: object) -> bool:
     return True
 
 
-def _sequence(given: object, path: str) -> Sequence[Any]:
+def _sequence(given: object, path: str, expected: str = "a list") -> Sequence[Any]:
     """A list of anything that can be walked through, numpy arrays and generators included."""
-    if isinstance(given, bytes | bytearray | Mapping | str):
-        raise InvalidRequest(f"expected a list, got {type(given).__name__}", path=path)
     try:
-        return list(given)  # type: ignore[call-overload, no-any-return]
+        if not isinstance(given, bytes | bytearray | Mapping | str):
+            return list(given)  # type: ignore[call-overload, no-any-return]
     except TypeError:
-        raise InvalidRequest(f"expected a list, got {type(given).__name__}", path=path) from None
+        pass
+    raise InvalidRequest(f"expected {expected}, got {type(given).__name__}", path=path)
 
 
 def with_fields(record: bytes, content_type: str, fields: Mapping[str, str | int]) -> bytes:
