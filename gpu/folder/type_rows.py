@@ -11,6 +11,11 @@ from typing import Any
 
 from gpu.folder.key_rows import NOT_YET, OFF, TF
 
+_EXPERTS = (
+    "these are the experts of nomic-embed-text-v2-moe, which transformers' class has not (nor its biases and "
+    "plain layers); take nomic-embed-text-v1.5"
+)
+
 FOLDER_CONFIG: dict[str, dict[str, Any]] = {
     "new": {
         "library": "Alibaba's code",
@@ -79,6 +84,9 @@ FOLDER_CONFIG: dict[str, dict[str, Any]] = {
             "prenorm": ((False,), NOT_YET),
             "rotary_emb_interleaved": ((False,), NOT_YET),
             "use_rms_norm": ((False, None), NOT_YET),
+            **dict.fromkeys(
+                ("num_experts", "moe_every_n_layers", "moe_top_k"), ((0, None), _EXPERTS)
+            ),
         },
     },
     "nvembed": {

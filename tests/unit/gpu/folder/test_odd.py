@@ -181,7 +181,7 @@ ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a Nemotron that takes images": (typed("llama_nemotron_vl", code=True), "its images are not computed"),
     "Qwen3-VL, jina-embeddings-v4, ColPali": (typed("qwen3_vl"), "this tower of images"),
     "jina-embeddings-v3 with code of its own": (jina_code, "take jinaai/jina-embeddings-v3-hf"),
-    "nomic-embed-text-v2-moe": (nomic_moe, "the key num_experts"),
+    "nomic-embed-text-v2-moe": (nomic_moe, "take nomic-embed-text-v1.5"),
     "a sentencepiece tokenizer alone": (sentencepiece, "write one, where the packages"),
     "a `*ForMaskedLM` without modules.json": (naver_splade, 'set `pooling = "splade"`'),
     "an empty folder": (empty, "an empty folder; fetch the model into it"),
