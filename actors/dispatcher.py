@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer, Selected
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
+from actors.result_cache import ResultCache
 from gpu.batch import Executor, ExecutorDied, ItemOutcome, pack, scatter
 from schemas.errors import EmbedstreamError, ModelError, NonFinite, OutOfMemory
 
@@ -50,6 +52,7 @@ class Dispatcher:
     Args:
         spawn: starts a task in the supervisor's TaskGroup.
         prefetch: batches that wait in the executor's queue while all its threads run.
+        results: where computed items are kept for those that come again.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Dispatcher:
         clock: Clock,
         metrics: Metrics,
         prefetch: int = 1,
+        results: ResultCache | None = None,
     ) -> None:
         self._coalescer = coalescer
         self._executor = executor
@@ -71,6 +75,7 @@ class Dispatcher:
         self._complete = complete
         self._clock = clock
         self._metrics = metrics
+        self._results = ResultCache(0) if results is None else results
         self._max_out = executor.width + prefetch
         self._free = asyncio.Event()
         self._died: str | None = None
@@ -153,10 +158,14 @@ class Dispatcher:
 
     async def _forward(self, model: str, entries: list[Entry], out: _Out | None = None) -> None:
         """Run entries as one batch; on failure run both halves, down to single items."""
-        entries = [entry for entry in entries if not entry.owner.closed]
-        if not entries or (out is not None and out.taken_back):
+        if out is not None and out.taken_back:
+            return
+        entries = self._reused(model, [entry for entry in entries if not entry.owner.closed])
+        if not entries:
             return
         started = self._clock.monotonic()
+        twins = _by_key(entries)
+        entries = [alike[0] for alike in twins]
         try:
             batch = pack([entry.item for entry in entries])
             submitted = self._executor.submit(model, batch)
@@ -173,17 +182,38 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  boundary: any fault of a model is its items' fault
             if self._newest is out:
                 self._newest = None
-            await self._isolate(model, entries, error)
+            # Each one alone then, also of those that are alike: one sender's fault is not another's.
+            await self._isolate(model, [entry for alike in twins for entry in alike], error)
             return
         took = self._clock.monotonic() - started
         self._note_batch(model, batch.n_items, batch.n_tokens, batch.max_seqlen, took)
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            entry.owner.forward_s = max(entry.owner.forward_s, took)
-            if isinstance(outcome, EmbedstreamError):
-                outcome.items = (entry.index,)
-                if isinstance(outcome, NonFinite):
-                    self._metrics.count("nonfinite_total", model=model)
-            self._complete(entry.owner, entry.index, outcome)
+        for alike, outcome in zip(twins, outcomes, strict=True):
+            self._results.put(alike[0].key, outcome)
+            for entry in alike:
+                entry.owner.forward_s = max(entry.owner.forward_s, took)
+                mine = outcome
+                if isinstance(outcome, EmbedstreamError):
+                    mine = outcome if len(alike) == 1 else copy(outcome)
+                    mine.items = (entry.index,)
+                    if isinstance(outcome, NonFinite):
+                        self._metrics.count("nonfinite_total", model=model)
+                self._complete(entry.owner, entry.index, mine)
+            if len(alike) > 1:
+                self._metrics.count("items_reused_total", len(alike) - 1, model=model)
+
+    def _reused(self, model: str, entries: list[Entry]) -> list[Entry]:
+        """Complete those whose result is known by now; the others."""
+        if not self._results.enabled:
+            return entries
+        new = []
+        for entry in entries:
+            known = self._results.get(entry.key)
+            if known is None:
+                new.append(entry)
+            else:
+                self._metrics.count("items_reused_total", model=model)
+                self._complete(entry.owner, entry.index, known)
+        return new
 
     async def _isolate(self, model: str, entries: list[Entry], error: Exception) -> None:
         self._metrics.count("failed_batches_total", model=model)
@@ -242,6 +272,14 @@ class Dispatcher:
             "padding_avoided_tokens": self.padding_avoided_tokens,
             "running": self.n_out,
         }
+
+
+def _by_key(entries: list[Entry]) -> list[list[Entry]]:
+    """Entries that share one computation, in the order of their first."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.key if entry.key is not None else entry, []).append(entry)
+    return list(groups.values())
 
 
 def _item_error(error: Exception, index: int) -> EmbedstreamError:

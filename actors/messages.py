@@ -110,6 +110,7 @@ class Entry:
     owner: InFlight
     index: int
     enqueued_at: float
+    key: bytes | None = None  # `actors.result_cache.key_of`, where results are shared
 
     @property
     def n_tokens(self) -> int:

@@ -20,6 +20,7 @@ from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
+from actors.result_cache import ResultCache, key_of
 from gpu.batch import EncodedItem, EncodedRequest, Encoder, ItemOutcome
 from schemas.errors import EmbedstreamError, Expired, Internal
 from schemas.requests import LANES, AnyRequest, ClassifyRequest, EmbedRequest, Lane
@@ -38,6 +39,7 @@ class Tokenizer:
         encoder: owned by this actor's single thread from now on.
         charge_tokens: charges the lane's token budget once the tokens are known.
         complete, fail: where outcomes of items and of whole requests go.
+        results: of items computed before; None: every item is computed.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Tokenizer:
         clock: Clock,
         metrics: Metrics,
         max_waiting: int = 1024,
+        results: ResultCache | None = None,
     ) -> None:
         self.model = model
         self._encoder = encoder
@@ -63,6 +66,7 @@ class Tokenizer:
         self._fail = fail
         self._clock = clock
         self._metrics = metrics
+        self._results = results if results is not None and results.enabled else None
         self._queues: dict[Lane, asyncio.Queue[InFlight]] = {
             lane: asyncio.Queue(max_waiting) for lane in LANES
         }
@@ -151,7 +155,13 @@ class Tokenizer:
             if isinstance(item, EncodedItem):
                 in_flight.tokens[index] = item.n_tokens
                 in_flight.truncated[index] = item.truncated
-                entries.append(Entry(item, in_flight, index, now))
+                key = None if self._results is None else key_of(self.model, item)
+                known = None if self._results is None else self._results.get(key)
+                if known is None:
+                    entries.append(Entry(item, in_flight, index, now, key))
+                else:
+                    self._metrics.count("items_reused_total", model=self.model)
+                    self._complete(in_flight, index, known)
             else:
                 if offset and item.items:
                     item.items = tuple(i + offset for i in item.items)

@@ -42,7 +42,7 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
 from pipeline.observe.logs import configure_logging
 from pipeline.observe.metrics import PrometheusMetrics
-from pipeline.settings.load import RouteSettings, Settings
+from pipeline.settings.load import BatchingSettings, RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.inproc.sink import InprocSink
@@ -120,7 +120,10 @@ async def service(transport: Transport, count: int) -> float:
 
     transport.source.receive = timed_receive  # type: ignore[method-assign]
     transport.sink.publish = timed_publish  # type: ignore[method-assign]
-    settings = Settings(routes=(RouteSettings(name="bench", source="inproc://bench", lane="bulk"),))
+    settings = Settings(
+        routes=(RouteSettings(name="bench", source="inproc://bench", lane="bulk"),),
+        batching=BatchingSettings(result_cache_bytes=0),  # every item is the same one here
+    )
     metrics = PrometheusMetrics()
     app = App(
         settings,

@@ -205,6 +205,7 @@ class ModelInfo:
     attention: str = "sdpa"  # backend, shown by `check`
     linears: str = "torch"  # "onednn-prepacked" or "torch"
     notes: tuple[str, ...] = ()  # what an operator should know, one sentence each
+    flops_per_token: int = 0  # of the linears, two per weight; 0: not a sum of linears
     honoured: tuple[str, ...] = ()  # keys of the folder's files that were obeyed, "file: key"
 
 

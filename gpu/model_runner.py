@@ -108,6 +108,7 @@ def _found(spec: ModelSpec, checked: ProvenModel) -> dict[str, Any]:
         "packed": isinstance(checked.forward, PackedForward),
         "attention": "+".join(checked.finding.attention) or "transformers",
         "linears": linears.name,
+        "flops_per_token": checked.flops_per_token,
         "notes": tuple(notes),
     }
     if linears.half:

@@ -26,6 +26,7 @@ from actors.ingress import Ingress
 from actors.packing import PackingPolicy
 from actors.ports import Clock, Metrics
 from actors.publish import PublishPolicy, ReplyDestination
+from actors.result_cache import ResultCache
 from actors.route import Decoder, Destination, Route
 from actors.supervisor import NO_RESTART, Supervisor
 from actors.tokenizer import Tokenizer
@@ -116,6 +117,7 @@ def build_graph(
         clock=clock,
         metrics=metrics,
     )
+    results = ResultCache(settings.batching.result_cache_bytes)
     coalescer = Coalescer(
         {name: _packing_policy(settings, info) for name, info in models.infos.items()},
         max_queued_tokens=max(budget.max_tokens for budget in budgets),
@@ -130,6 +132,7 @@ def build_graph(
         complete=egress.complete,
         clock=clock,
         metrics=metrics,
+        results=results,
     )
     tokenizers = {
         name: Tokenizer(
@@ -142,6 +145,7 @@ def build_graph(
             fail=egress.fail,
             clock=clock,
             metrics=metrics,
+            results=results,
         )
         for name, runner in models.runners.items()
     }

@@ -53,6 +53,7 @@ class ProvenModel:
     notes: list[str]
     head: HeadFn | None
     sharing: SharedPrefixForward | None = None
+    flops_per_token: int = 0
 
 
 def load_proven(
@@ -78,7 +79,10 @@ def load_proven(
             trust_remote_code=settings.trust_remote_code,
         )
         on_phase("checking")
-        return _proven(spec, settings, loaded, device, backends, prepacked=prepacked)
+        flops = _flops_per_token(loaded.base)  # before linears are replaced
+        found = _proven(spec, settings, loaded, device, backends, prepacked=prepacked)
+        found.flops_per_token = flops
+        return found
 
     wants_prepack = prepack and device.type == "cpu" and dtype == torch.float32
     checked = attempt(wants_prepack)
@@ -98,6 +102,15 @@ def load_proven(
         vocab_size=int(checked.loaded.config.vocab_size), notes=checked.notes,
     )  # fmt: skip
     return checked
+
+
+def _flops_per_token(base: nn.Module) -> int:
+    """Two per weight of every linear; 0 where a token does not pass all of them."""
+    modules = dict(base.named_modules())
+    if any("expert" in name for name in modules):
+        return 0
+    linears = [one for one in modules.values() if isinstance(one, nn.Linear)]
+    return sum(2 * linear.in_features * linear.out_features for linear in linears)
 
 
 def _proven(

@@ -93,7 +93,7 @@ def run(command: AskCommand) -> int:
 async def _run(command: AskCommand, writer: Writer) -> Failures:
     failures = Failures()
     try:
-        async with _open(command) as asker, asyncio.TaskGroup() as group:
+        async with opened(command) as asker, asyncio.TaskGroup() as group:
             questions: asyncio.Queue[_Pending | None] = asyncio.Queue(MAX_CONCURRENT)
             total = None if command.from_stdin else 1
             group.create_task(_produce(command, asker, group, questions, failures))
@@ -275,7 +275,7 @@ async def _skip_long_line(reader: asyncio.StreamReader) -> bytes:
 
 
 @asynccontextmanager
-async def _open(command: AskCommand) -> AsyncIterator[_Ask]:
+async def opened(command: AskCommand) -> AsyncIterator[_Ask]:
     if command.via is None:
         async with _in_process(command) as asker:
             yield asker
@@ -296,14 +296,14 @@ class _InProcess:
     """A running service inside this process, asked like one behind a broker."""
 
     def __init__(self, service: InprocService) -> None:
-        self._service = service
+        self.service = service
 
     async def ask(
         self, request_id: str, body: bytes, content_type: ContentType, timeout_s: float
     ) -> Reply | FailureReply:
         try:
             async with asyncio.timeout(timeout_s):
-                records = await self._service.request(body, {CONTENT_TYPE: content_type.encode()})
+                records = await self.service.request(body, {CONTENT_TYPE: content_type.encode()})
         except TimeoutError:
             raise TimeoutError(
                 f"no answer within {timeout_s:g} s: raise --timeout or send less at once"

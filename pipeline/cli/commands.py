@@ -184,6 +184,7 @@ for _command in (
     collections.index,
     collections.search,
     collections.reindex,
+    questions.bench,
     replay,
     sign.sign,
 ):

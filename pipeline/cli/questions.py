@@ -1,6 +1,6 @@
-"""`embed`, `rerank` and `classify` on the command line: their arguments.
+"""`embed`, `rerank`, `classify` and `bench` on the command line: their arguments.
 
-Who calls it: `pipeline.cli.commands` adds them to the command line; `pipeline.cli.ask` does the work.
+Who calls it: `pipeline.cli.commands` adds them to the command line; `pipeline.cli.ask` and `bench` do the work.
 What must stay true: imports nothing heavy.
 """
 
@@ -14,6 +14,7 @@ import typer
 from pipeline.cli.console import usage_error
 from pipeline.cli.options import (
     ConfigOption,
+    JsonOption,
     ModelOption,
     OutOption,
     OutputOption,
@@ -149,6 +150,72 @@ def _ask(
             output=output,
             out=out,
             timeout_s=timeout,
+            config=config,
+            overrides=set_ or [],
+        )
+    )
+
+
+def bench(
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts", metavar="FILE", help="Lines of text, or JSONL with `input` or `text`."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens", metavar="MIX", help="Or lengths and shares; else 16:4,64:4,256:1."
+        ),
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            "--rates", metavar="LIST", help="Texts a second, as in 10,50; else shares of the most."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.2, max=3600, help="Of each stretch of load.")
+    ] = 10.0,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Latency over load, as an SVG.")
+    ] = None,
+    model: ModelOption = None,
+    via: ViaOption = None,
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = 30.0,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> int:
+    """How fast a model or a running service is, and how late.
+
+    First as many texts as it takes, then texts at random moments at given rates: latencies count from the
+    moment a text was due, so that a stall is seen by all whom it delays.
+
+    \b
+    embedstream bench --model bge-small-en-v1.5 --tokens 128 --plot latency.svg
+    embedstream bench --via redis://localhost:6379 --texts queries.txt --rates 10,50,100
+    """
+    from pipeline.cli import bench as room
+
+    try:
+        numbers = [float(rate) for rate in (rates or "").split(",") if rate.strip()]
+    except ValueError:
+        numbers = [0.0]
+    if any(not 0 < rate < 1e7 for rate in numbers):
+        raise usage_error("--rates: texts a second above 0, with commas between, as in 10,50,100")
+    return room.bench(
+        room.BenchCommand(
+            model=model,
+            via=via,
+            texts=texts,
+            tokens=tokens,
+            rates=numbers,
+            seconds=seconds,
+            timeout_s=timeout,
+            plot=plot,
+            as_json=as_json,
             config=config,
             overrides=set_ or [],
         )

@@ -74,6 +74,11 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("batch_tokens", "Tokens of a pack.", TOKENS, "model"),
     _histogram("forward_seconds", "Submit to rows of one pack.", SECONDS, "model"),
     _counter(
+        "items_reused_total",
+        "Items whose result was made by an equal item: a moment before, or in the same pack.",
+        "model",
+    ),
+    _counter(
         "batches_packed_again_total",
         "Batches that had not begun when interactive items came, and were packed again with them.",
         "model",

@@ -151,6 +151,16 @@ class BatchingSettings(Record, frozen=True, kw_only=True):
         int,
         Meta(ge=1, le=65_536, description="Items a pack may hold, whatever their tokens."),
     ] = 1024
+    result_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Memory for results of items computed lately: the same item (its tokens, and all that "
+            "decides its result) gets the same bytes without a forward, in whichever request it comes; 0: "
+            "each one is computed.",
+        ),
+    ] = 32 * 1024 * 1024
 
 
 class LaneAdmission(Record, frozen=True, kw_only=True):

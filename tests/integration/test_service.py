@@ -20,6 +20,7 @@ from pipeline.oneoff import InprocService, run_inproc
 from pipeline.settings.load import (
     AdmissionSettings,
     AttemptsSettings,
+    BatchingSettings,
     LaneAdmission,
     PublishSettings,
     Settings,
@@ -289,7 +290,8 @@ async def test_an_interactive_record_does_not_wait_for_the_bulk_record_ahead_of_
     gate = threading.Event()
     runner = FakeRunner(before_forward=until(gate))
     quick = fake_ids("quick")[0]
-    async with service(runner) as running:
+    settings = Settings(batching=BatchingSettings(result_cache_bytes=0))  # these words share ids
+    async with service(runner, settings=settings) as running:
         bulk = {"id": "bulk", "priority": "bulk", "input": [f"text {n}" for n in range(1000)]}
         ahead = asyncio.ensure_future(ask(running, bulk))
         while not runner.batches:
@@ -635,3 +637,55 @@ async def test_a_reply_is_cut_until_its_destination_takes_it() -> None:
     parts = [decode_reply(reply.body, reply.headers) for reply in replies]
     last = [part for part in parts if isinstance(part, Reply) and part.parts == parts[-1].parts]
     assert [item.index for item in join_parts(last).items] == list(range(300))
+
+
+async def test_equal_items_of_many_senders_are_computed_once_and_answered_with_the_same_bytes() -> (
+    None
+):
+    """H07: repeated texts, in one request and over requests, with other options in between."""
+    texts = [f"word{i % 12}" for i in range(240)]
+    computed = FakeRunner()
+    metrics = RecordingMetrics()
+    async with service(computed, metrics=metrics) as running:
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(ask(running, {"id": f"r{i}", "input": texts[i : i + 60]}))
+                for i in range(0, 240, 60)
+            ]
+        again = await ask(running, {"id": "again", "input": texts})
+        before = sum(batch.n_items for batch in computed.batches)
+        await ask(running, {"id": "other", "input": texts[:12], "normalize": True})
+    n_computed = sum(batch.n_items for batch in computed.batches)
+    # Batches that run at the same time know nothing of each other.
+    assert before == n_computed - 12 and 12 <= before < 240
+    assert metrics.counts["items_reused_total"] == 240 + 240 + 12 - n_computed
+    for i, text in enumerate(texts):
+        np.testing.assert_array_equal(vectors(again)[i], fake_vector(fake_ids(text)))
+        np.testing.assert_array_equal(vectors(asked[i // 60].result())[i % 60], vectors(again)[i])
+    assert isinstance(again, Reply) and again.usage.total_tokens == sum(
+        len(fake_ids(text)) for text in texts
+    )
+
+
+async def test_an_error_is_computed_again_and_told_at_each_items_own_index() -> None:
+    runner = FakeRunner(nan_id=fake_ids("nan")[0])
+    async with service(runner) as running:
+        first = await ask(running, {"id": "a", "input": ["nan", "good", "nan"]})
+        before = len(runner.batches)
+        again = await ask(running, {"id": "b", "input": ["good", "nan"]})
+    assert error_codes(first) == ["non_finite", None, "non_finite"]
+    assert error_codes(again) == [None, "non_finite"] and len(runner.batches) > before
+    for reply in (first, again):
+        assert isinstance(reply, Reply)
+        assert [item.error.items for item in reply.items if item.error] == [
+            (i,) for i, item in enumerate(reply.items) if item.error
+        ]
+
+
+async def test_without_a_cache_each_item_is_computed() -> None:
+    runner = FakeRunner()
+    settings = Settings(batching=BatchingSettings(result_cache_bytes=0))
+    async with service(runner, settings=settings) as running:
+        for _ in range(2):
+            await ask(running, {"id": "a", "input": ["same"] * 5})
+    assert sum(batch.n_items for batch in runner.batches) == 10
