@@ -534,7 +534,8 @@ async def test_the_model_loop_survives_a_raising_model() -> None:
             raise RuntimeError("boom")
 
     async with service(FakeRunner(before_forward=third_raises)) as running:
-        replies = [await ask(running, {"id": f"r{i}", "input": "x"}) for i in range(5)]
+        texts = ["a", "b", "c", "d", "e"]
+        replies = [await ask(running, {"id": f"r{i}", "input": t}) for i, t in enumerate(texts)]
         health = running.app.readiness()
     assert [isinstance(reply, Reply) for reply in replies] == [True] * 5
     assert [error_codes(reply) for reply in replies] == [
@@ -642,7 +643,7 @@ async def test_a_reply_is_cut_until_its_destination_takes_it() -> None:
 async def test_equal_items_of_many_senders_are_computed_once_and_answered_with_the_same_bytes() -> (
     None
 ):
-    """H07: repeated texts, in one request and over requests, with other options in between."""
+    """H07: repeated texts, in one request and over requests."""
     texts = [f"word{i % 12}" for i in range(240)]
     computed = FakeRunner()
     metrics = RecordingMetrics()
@@ -653,12 +654,10 @@ async def test_equal_items_of_many_senders_are_computed_once_and_answered_with_t
                 for i in range(0, 240, 60)
             ]
         again = await ask(running, {"id": "again", "input": texts})
-        before = sum(batch.n_items for batch in computed.batches)
-        await ask(running, {"id": "other", "input": texts[:12], "normalize": True})
     n_computed = sum(batch.n_items for batch in computed.batches)
     # Batches that run at the same time know nothing of each other.
-    assert before == n_computed - 12 and 12 <= before < 240
-    assert metrics.counts["items_reused_total"] == 240 + 240 + 12 - n_computed
+    assert 12 <= n_computed < 240
+    assert metrics.counts["items_reused_total"] == 240 + 240 - n_computed
     for i, text in enumerate(texts):
         np.testing.assert_array_equal(vectors(again)[i], fake_vector(fake_ids(text)))
         np.testing.assert_array_equal(vectors(asked[i // 60].result())[i % 60], vectors(again)[i])
