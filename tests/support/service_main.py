@@ -2,17 +2,21 @@
 
 Called as ``python -m tests.support.service_main CONFIG.json``; prints one line ``ready`` when it is.
 CONFIG: {"routes": [{"name", "source", "lane"}], "forward_s": seconds per batch, "drain_budget_s",
-"health_port", "poison": a text whose presence in a batch kills the process}. The model is the fake one: what is tested here is delivery, not numbers.
+"health_port", "poison": a text whose presence in a batch kills the process, "kill_at": [function as
+"module:Class.name", "before" or "after", the number of the call that kills]}. The model is the fake one: what is tested here is delivery, not numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,36 @@ def build(config: dict[str, Any]) -> App:
     return App(settings, runner_factories={"fake": lambda: runner}, serve_health=True)
 
 
+def kill_at(name: str, when: str, number: int) -> None:
+    """SIGKILL ourselves before or after that call of a function."""
+    module, _, path = name.partition(":")
+    *owners, last = path.split(".")
+    owner: Any = import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    function, calls = getattr(owner, last), itertools.count(1)
+
+    def die_if(moment: str, call: int) -> None:
+        if moment == when and call >= number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def plain(*given: Any, **named: Any) -> Any:
+        call = next(calls)
+        die_if("before", call)
+        result = function(*given, **named)
+        die_if("after", call)
+        return result
+
+    async def awaited(*given: Any, **named: Any) -> Any:
+        call = next(calls)
+        die_if("before", call)
+        result = await function(*given, **named)
+        die_if("after", call)
+        return result
+
+    setattr(owner, last, awaited if inspect.iscoroutinefunction(function) else plain)
+
+
 async def serve(config: dict[str, Any]) -> int:
     """Run until a signal, like `embedstream serve`."""
     stop = StopSignal(float(config.get("drain_budget_s", 20.0)))
@@ -68,7 +102,10 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(20),
     )
-    sys.exit(asyncio.run(serve(json.loads(Path(sys.argv[1]).read_text()))))
+    config = json.loads(Path(sys.argv[1]).read_text())
+    if "kill_at" in config:
+        kill_at(*config["kill_at"])
+    sys.exit(asyncio.run(serve(config)))
 
 
 if __name__ == "__main__":
