@@ -19,8 +19,9 @@ from gpu.folder.latent import LatentSpec
 from gpu.folder.outputs import SpladeSpec
 from gpu.folder.spec import ModelSpec
 from gpu.folder.static import MODEL2VEC
+from gpu.folder.stored import read_json
 from schemas.errors import EmbedstreamError, EmptyInput
-from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text
+from schemas.requests import ClassifyRequest, Document, EmbedRequest, RerankRequest, Text, Truncate
 
 TEXTS = (
     " . ",
@@ -166,7 +167,7 @@ def _labels(runner: Runner, spec: ModelSpec) -> float:
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForSequenceClassification.from_pretrained(**where).eval().float()
     request = ClassifyRequest(
-        id="verify", input=tuple(map(Text, TEXTS)), raw_scores=True, truncate="right"
+        id="verify", input=tuple(map(Text, TEXTS)), raw_scores=True, truncate=_cut_side(spec)
     )
     worst = 0.0
     for text, outcome in zip(TEXTS, _outcomes(runner, request), strict=True):
@@ -198,8 +199,16 @@ def _scores(runner: Runner, spec: ModelSpec) -> float:
 
 
 def _embed(runner: Runner, texts: Sequence[str] = TEXTS, **fields: Any) -> list[Any]:
-    request = EmbedRequest(id="verify", input=tuple(map(Text, texts)), truncate="right", **fields)
+    side = _cut_side(runner.spec)  # type: ignore[attr-defined]
+    request = EmbedRequest(id="verify", input=tuple(map(Text, texts)), truncate=side, **fields)
     return _outcomes(runner, request)
+
+
+def _cut_side(spec: ModelSpec) -> Truncate:
+    """Where the folder's tokenizer cuts, which its library does not ask about: its files' word, else right."""
+    named = read_json(spec.transformer / "tokenizer_config.json").get("truncation_side")
+    cut = read_json(spec.transformer / "tokenizer.json").get("truncation") or {}
+    return "left" if (named or str(cut.get("direction"))).lower() == "left" else "right"
 
 
 def _outcomes(runner: Runner, request: Any) -> list[Any]:

@@ -170,6 +170,11 @@ def allowed_dimensions(
 
 def read_prompts(folder: Path, st_config: Mapping[str, Any], said: Overrides) -> dict[str, Any]:
     """Fields of the `ModelSpec`: prompts by name, and which one a request without a name gets."""
+    own = st_config.get("prompts") or {}
+    if not isinstance(own, Mapping) or not all(isinstance(v, str | None) for v in own.values()):
+        raise ModelLoadError(
+            f"{folder / 'config_sentence_transformers.json'}: prompts is no map of names to texts"
+        )
     read = {**prefixed_prompts(st_config), **(said.prompts or {})}
     prompts = {str(k): str(v) for k, v in read.items() if v is not None}
     default = said.default_prompt_name or st_config.get("default_prompt_name")

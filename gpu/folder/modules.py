@@ -79,6 +79,22 @@ class Modules:
     query_table: Path | None = None  # folder of the weights of queries, which go through no model
 
 
+def _check_entries(path: Path, entries: list[Any]) -> None:
+    """Raises `ModelLoadError` for a list that its library would read otherwise than from first to last."""
+    names: set[Any] = set()
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ModelLoadError(f"{path}: an entry is no map of name, path and type")
+        name, where = entry.get("name"), Path(str(entry.get("path", "")))
+        if name is not None and name in names:
+            raise ModelLoadError(
+                f"{path}: two modules have the name {name!r}, of which its library keeps one; name them apart"
+            )
+        if where.is_absolute() or ".." in where.parts:
+            raise ModelLoadError(f"{path}: the path of a module leads out of the folder")
+        names.add(name)
+
+
 def read_modules(folder: Path, keys: KeyReader) -> Modules:
     """What modules.json lists. Raises `ModelLoadError` for a module, or a key of one, that is not computed."""
     entries = read_json(folder / "modules.json")
@@ -86,6 +102,7 @@ def read_modules(folder: Path, keys: KeyReader) -> Modules:
         return Modules(folder)
     if not isinstance(entries, list):
         raise ModelLoadError(f"{folder / 'modules.json'}: a list of modules is expected")
+    _check_entries(folder / "modules.json", entries)
     transformer: Path | None = None
     pooling: Mapping[str, Any] | None = None
     pooling_file: Path | None = None

@@ -50,6 +50,7 @@ from gpu.folder.type_rows import FOLDER_CONFIG
 from gpu.folder.vision import read_vision
 from schemas.requests import Task
 
+DENSE = "SentenceTransformer"
 _OTHER_SHAPES = (read_static, read_nvembed, read_layerwise, read_vision)
 
 
@@ -163,6 +164,12 @@ def _read_text(folder: Path, said: Overrides) -> ModelSpec:
             common |= task_fields(transformer, common["prompts"], keys)
             notes = (*notes, *task_notes(common["task_adapters"]))
         parts = answer["sparse"], answer["multivector"]
+        kind = st_config.get("model_type")
+        if modules.pooling is not None and parts == (None, None) and kind not in (None, DENSE):
+            raise ModelLoadError(
+                f"{folder / 'config_sentence_transformers.json'}: model_type = {kind!r}, and modules.json lists "
+                f"those of a {DENSE}; correct the one that is wrong"
+            )
         if has_sides(*parts, dense=answer.get("pooling") is not None):
             common |= side_fields(folder, common, answer["multivector"])
     answer["notes"] = (

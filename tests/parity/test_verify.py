@@ -110,6 +110,18 @@ def test_the_library_agrees_on_packaged_models(
     assert opinion.worst is not None and np.isfinite(opinion.worst) and opinion.agrees, opinion
 
 
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
+def test_texts_are_cut_where_the_folders_tokenizer_cuts(tmp_path: Path, where: str) -> None:
+    """A request says the side itself; the library takes its tokenizer's, and agrees."""
+    folder = write_model(tmp_path / "m", "bert", max_seq_length=20)
+    if where == "tokenizer.json":
+        cut = {"direction": "Left", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        edit_json(folder / where, truncation=cut)
+    else:
+        edit_json(folder / where, truncation_side="left")
+    assert second_opinion(make_runner_factory("m", folder)()).agrees
+
+
 def test_a_static_model_is_compared_with_the_library_that_its_layout_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_an_unknown_module_is_refused_by_name(folder: Path, kind: str) -> None:
     """A10."""
     modules = json.loads((folder / "modules.json").read_text())
     modules.insert(
-        2, {"idx": 2, "name": "2", "path": "2_X", "type": f"sentence_transformers.{kind}"}
+        2, {"idx": 2, "name": "x", "path": "2_X", "type": f"sentence_transformers.{kind}"}
     )
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelLoadError, match=kind.rsplit(".", maxsplit=1)[-1]):
@@ -305,3 +306,45 @@ def test_senseless_settings_are_refused_before_anything_is_read(setting: str, va
     """C13."""
     with pytest.raises(ModelLoadError, match=setting):
         make_runner_factory("m", "/nowhere", **{setting: value})
+
+
+def _modules(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    path = folder / "modules.json"
+    entries = json.loads(path.read_text())
+    change(entries)
+    path.write_text(json.dumps(entries))
+
+
+def test_a_list_of_modules_that_its_library_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    """Two of one name, of which the library keeps the last; a path out of the folder; no maps."""
+    named = write_model(tmp_path / "named", "bert", dense=32)
+    _modules(named, lambda entries: entries.insert(2, entries[2]))
+    with pytest.raises(ModelLoadError, match="two modules have the name"):
+        load_spec(named)
+    for path in ("../P1", "/P1", "1_Pooling/../../P1"):
+        outside = write_model(tmp_path / path.replace("/", "_"), "bert")
+        _modules(outside, lambda entries, path=path: entries[1].update(path=path))  # type: ignore[misc]
+        with pytest.raises(ModelLoadError, match="leads out of the folder"):
+            load_spec(outside)
+    outside = write_model(tmp_path / "x", "bert")
+    _modules(outside, lambda entries: entries.append("x"))  # type: ignore[arg-type]
+    with pytest.raises(ModelLoadError, match="no map of name"):
+        load_spec(outside)
+
+
+@pytest.mark.parametrize("prompts", [{"query": 3}, ["q: "], "q: ", {"query": ["q"]}])
+def test_prompts_are_texts(tmp_path: Path, prompts: object) -> None:
+    folder = write_model(tmp_path / "m", "bert", prompts={"query": "q: "})
+    edit_json(folder / "config_sentence_transformers.json", prompts=prompts)
+    with pytest.raises(ModelLoadError, match="no map of names to texts"):
+        load_spec(folder)
+
+
+@pytest.mark.parametrize("kind", ["SparseEncoder", "CrossEncoder", "Foreign"])
+def test_the_kind_of_a_folder_fits_its_modules(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path / "m", "bert")
+    edit_json(folder / "config_sentence_transformers.json", model_type="SentenceTransformer")
+    assert load_spec(folder).pooling == "mean"
+    edit_json(folder / "config_sentence_transformers.json", model_type=kind)
+    with pytest.raises(ModelLoadError, match=kind):
+        load_spec(folder)
