@@ -670,6 +670,10 @@ def test_an_order_that_the_source_cannot_keep_is_refused(
         ({"routes.0.source": "redis://localhost/q"}, "routes.0.source"),
         ({"routes.0.source": "file:///in.jsonl"}, "routes.0.source"),
         ({"routes.0.source": "kafka://localhost/q?idempotent=false"}, "idempotent"),
+        (
+            {"routes.0.source": "kafka://localhost/q?max_in_flight_per_partition=1025"},
+            "max_in_flight_per_partition",
+        ),
         ({"routes.0.destination": "kafka://elsewhere:9092/out"}, "routes.0.destination"),
         ({"routes.0.destination": "redis://localhost/list:out"}, "routes.0.destination"),
         ({"routes.0.destination": "lance:///folder#docs"}, "collection"),

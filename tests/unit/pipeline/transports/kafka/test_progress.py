@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.transports.kafka.options import EXACTLY_ONCE_WINDOW
 from pipeline.transports.kafka.progress import MAX_BYTES, NOTHING, dump, parse
 
 offsets = st.integers(0, 2**40)
@@ -69,3 +73,16 @@ def test_damaged_text_means_nothing_is_known(at: int, character: str) -> None:
     at = min(at, len(text) - 1)
     damaged = text[:at] + character + text[at + 1 :]
     assert parse(5, damaged) in (NOTHING, parse(5, text))
+
+
+def test_a_window_of_exactly_once_is_remembered_whole_whatever_its_gaps() -> None:
+    """E05: what is forgotten there is answered twice."""
+    rng = random.Random(0)
+    for step in (1, 2, 10, 100, 1000):
+        offsets = list(
+            itertools.accumulate(rng.randint(1, step) for _ in range(EXACTLY_ONCE_WINDOW))
+        )
+        for share in (0.3, 0.5, 0.8):
+            done = frozenset(offset for offset in offsets if rng.random() < share)
+            text = dump(0, offsets[-1] + 5000, done, {}, "t" * 40)
+            assert parse(0, text).done == done
