@@ -426,6 +426,8 @@ async def transaction_time_out(ledger: Ledger, acks: LateAcks) -> None:
         ledger.recovered_s = time.monotonic() - began
         service.signal(signal.SIGTERM)
         assert await asyncio.to_thread(service.wait) == 0, service.log()
+        if ledger.delivery == "exactly_once":
+            assert "kafka_transaction_aborted" in service.log(), "no transaction was open"
         await ledger.look()
     ledger.row("transaction time-out", may_repeat=IN_FLIGHT)
 

@@ -25,7 +25,7 @@ import structlog
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal, watch_signals
-from pipeline.settings.load import HealthSettings, LifecycleSettings, Settings
+from pipeline.settings.load import BatchingSettings, HealthSettings, LifecycleSettings, Settings
 from tests.support.documents import route_settings
 from tests.support.fakes import FakeRunner, fake_ids
 
@@ -46,6 +46,8 @@ def build(config: dict[str, Any]) -> App:
     )
     settings = Settings(
         routes=tuple(map(route_settings, config["routes"])),
+        # Its texts share ids, and what is measured or killed here is a forward for each of them.
+        batching=BatchingSettings(result_cache_bytes=0),
         lifecycle=LifecycleSettings(drain_budget_s=float(config.get("drain_budget_s", 20.0))),
         health=HealthSettings(port=int(config.get("health_port", 0))),
     )
