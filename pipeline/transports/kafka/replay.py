@@ -20,7 +20,13 @@ from actors.backoff import Backoff
 from actors.ports import Clock, Deadline, Metrics, SourceStatus
 from pipeline.transports.delivery import HeldDelivery
 from pipeline.transports.kafka.admin import admin_of, words
-from pipeline.transports.kafka.consumer import poll, position_now, start_consumer, stop_consumer
+from pipeline.transports.kafka.consumer import (
+    end_offset,
+    poll,
+    position_now,
+    start_consumer,
+    stop_consumer,
+)
 from pipeline.transports.kafka.deliveries import delivery_of, place_of, unreadable_record
 from pipeline.transports.kafka.options import KafkaOptions
 from pipeline.transports.kafka.watermark import PartitionWatermark
@@ -112,6 +118,7 @@ class ReplaySource(SourceBase):
         consumer.assign(places)
         first = await consumer.beginning_offsets(places)
         last = await consumer.end_offsets(places)
+        await self._check_ends(consumer, last)
         begins = await self._offsets(consumer, self._span.begin, first, last)
         ends = await self._offsets(consumer, self._span.end, first, last)
         for place in places:
@@ -125,6 +132,28 @@ class ReplaySource(SourceBase):
             window = self._options.max_in_flight_per_partition
             self._parts[place] = _Part(begin, end, n_gone, window)
             consumer.seek(place, begin)
+
+    async def _check_ends(
+        self, consumer: AIOKafkaConsumer, told: dict[TopicPartition, int]
+    ) -> None:
+        """Raises `ConnectionError` for a broker whose told ends lie before records that it hands out (the
+        packaged one counts batches): a replay would leave those records out, and say that all is done."""
+        for place, end in told.items():
+            consumer.seek(place, end)
+        waiting = list(told)
+        while waiting:
+            await poll(consumer, *waiting, timeout_ms=_POLL_MS)
+            waiting = [p for p in waiting if end_offset(consumer, p, self._options) is None]
+        seen = {place: end_offset(consumer, place, self._options) or 0 for place in told}
+        beyond = [place for place, end in told.items() if seen[place] > end]
+        if not beyond:
+            return
+        again = await consumer.end_offsets(beyond)  # records may have come meanwhile
+        if any(again[place] < seen[place] for place in beyond):
+            raise ConnectionError(
+                f"the broker at {self._options.bootstrap} tells ends of its partitions that lie before their "
+                "last records, as the packaged one does: replay needs an Apache Kafka"
+            )
 
     async def _offsets(
         self,
