@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any
@@ -22,6 +21,8 @@ import structlog
 from actors.admission import Accept, Admission, Reject, Wait
 from actors.egress import Egress
 from actors.in_flight import InFlightTable
+from actors.loggable import loggable_path
+from actors.loop_turn import LoopTurn
 from actors.messages import InFlight, Outgoing
 from actors.parking import Parked, Parking
 from actors.ports import Clock, Delivery, Metrics, SourceClosed
@@ -36,14 +37,11 @@ from schemas.errors import (
     InvalidRequest,
     UndecodableRecord,
 )
-from schemas.headers import REQUEST_HEADERS, salvage_headers
+from schemas.headers import salvage_headers
 from schemas.requests import LANES, AnyRequest, CancelRequest, Lane
-from schemas.validation import ALL_FIELDS
 
 log = structlog.get_logger(__name__)
 
-_KNOWN = "|".join(map(re.escape, {*ALL_FIELDS, *REQUEST_HEADERS, "text", "image", "id"}))
-_KNOWN_PATH = re.compile(rf"(\$|headers)(\.({_KNOWN})(?=[.\[]|$)|\[\d+\])*")
 _LOOK_AGAIN_S = 0.5  # at deadlines and withdrawals of what is parked
 _LONGEST_WAIT_S = 3600.0  # of one look; a deadline may be any number
 
@@ -90,7 +88,9 @@ class Ingress:
                     return
                 self._owned.update((id(delivery), delivery) for delivery in self._held)
                 await self._look_ahead()
+                turn = LoopTurn(self._clock)
                 while self._held:
+                    await turn.end_if_long()
                     delivery = self._held.popleft()
                     await self._guarded(delivery, self._accept(delivery))
         finally:
@@ -383,16 +383,6 @@ class Ingress:
     def close(self) -> None:
         """Stop the decoder's threads."""
         self.route.decoder.close()
-
-
-def loggable_path(path: str | None) -> str | None:
-    """`path` up to where a name begins that the contract does not know: the sender wrote that one."""
-    if path is None:
-        return None
-    known = _KNOWN_PATH.match(path)
-    if known is None:
-        return "<withheld>"
-    return path if known.end() == len(path) else f"{known[0]}.<withheld>"
 
 
 def _salt(deadline_ms: int | None) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from actors.ingress import loggable_path
+from actors.loggable import loggable_path
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal
 from pipeline.observe.logs import configure_logging
