@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from actors.loop_turn import LONGEST_S, LoopTurn
-from tests.support.fakes import FakeClock
+from tests.support.fakes import ManualClock
 
 
 async def test_a_turn_ends_when_it_has_been_long_and_not_before() -> None:
-    clock, turns = FakeClock(), 0
+    clock, turns = ManualClock(), 0
 
     async def other() -> None:
         nonlocal turns
