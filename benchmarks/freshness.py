@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import itertools
 import json
 import random
@@ -26,6 +27,7 @@ from pipeline.bench.workload import WORDS
 from pipeline.demo.fetch import ensure_model
 from pipeline.indexing.options import ChunkOptions, DocumentOptions
 from pipeline.lifecycle import StopSignal
+from pipeline.observe.logs import configure_logging
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import ModelSettings, RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
@@ -109,6 +111,7 @@ async def backfill(broker: InprocBroker, rng: random.Random, numbers: itertools.
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Print one line per round and the medians."""
+    configure_logging("info", "json", stream=io.StringIO())
     model = str(ensure_model(arguments.model))
     numbers, rng = itertools.count(), random.Random(1)
     p50: dict[str, list[float]] = {"idle": [], "beside a backfill": []}
