@@ -298,13 +298,11 @@ def _print_json(found: _Findings) -> None:
 
 def _machine() -> str:
     cpu = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError, StopIteration):  # only Linux tells it there
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(
             line.partition(":")[2].strip() for line in lines if line.startswith("model name")
         )
-    except (OSError, StopIteration):
-        pass  # not Linux
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{cpu}, {n} core{'s' if n > 1 else ''}"
 
