@@ -42,7 +42,7 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
 from pipeline.observe.logs import configure_logging
 from pipeline.observe.metrics import PrometheusMetrics
-from pipeline.settings.load import BatchingSettings, RouteSettings, Settings
+from pipeline.settings.load import BatchingSettings, ExecutorSettings, RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.inproc.sink import InprocSink
@@ -99,7 +99,13 @@ def bodies(count: int, n_items: int) -> list[bytes]:
     return [encode_request(EmbedRequest(id=f"r{i}", input=texts))[0] for i in range(count)]
 
 
-async def service(transport: Transport, count: int) -> float:
+async def service(
+    transport: Transport,
+    count: int,
+    *,
+    factory: Callable[[], Any] = NoModel,
+    executor: ExecutorSettings = ExecutorSettings(),
+) -> float:
     """The whole application on an open transport. Seconds from the first delivery to the last settle."""
     marks = {"first": 0.0, "published": 0.0}
     receive, publish = transport.source.receive, transport.sink.publish
@@ -123,13 +129,14 @@ async def service(transport: Transport, count: int) -> float:
     settings = Settings(
         routes=(RouteSettings(name="bench", source="inproc://bench", lane="bulk"),),
         batching=BatchingSettings(result_cache_bytes=0),  # every item is the same one here
+        executor=executor,
     )
     metrics = PrometheusMetrics()
     app = App(
         settings,
         metrics=metrics,
         transports={"bench": transport},
-        runner_factories={"none": NoModel},
+        runner_factories={"none": factory},
     )
     stop = StopSignal(20.0)
 

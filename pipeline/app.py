@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -65,6 +66,7 @@ class App:
         runner_factories: runners by model name, instead of loading the settings' models.
         serve_health: open the HTTP port of `settings.health` before anything else; the process is
             this service, and what was loaded is kept from garbage collection while it runs.
+        health_listener: a bound socket to answer on instead of that port (`pipeline.processes`).
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class App:
         transports: Mapping[str, Transport] | None = None,
         runner_factories: Mapping[str, Callable[[], Runner]] | None = None,
         serve_health: bool = False,
+        health_listener: socket.socket | None = None,
     ) -> None:
         self.settings = settings
         self.metrics: Metrics = metrics or NoMetrics()
@@ -91,6 +94,7 @@ class App:
             HealthViews(self.readiness, self.statistics, views.exposition_of(self.metrics)),
         )
         self._serve_health = serve_health
+        self._health_listener = health_listener
         self._transports = transports
         self._runner_factories = runner_factories
 
@@ -110,7 +114,7 @@ class App:
             resources.callback(self._close_graph)
             await resources.enter_async_context(self.supervisor)
             if self._serve_health:
-                await self.health.open()
+                await self.health.open(self._health_listener)
                 resources.push_async_callback(_close_quietly, self.health.aclose, "health")
             drained = await self._serve(stop, resources)
         self.phase = "stopped"

@@ -48,7 +48,8 @@ def executor_workers(settings: Settings) -> int:
     setting, else the cores that this process may use.
 
     Raises:
-        OperatorError: models on the CPU beside models on CUDA; a process serves one device.
+        OperatorError: models on the CPU beside models on CUDA, a process serves one device; several
+            processes on a device that nobody named.
     """
     kinds = {_device_kind(name, model) for name, model in settings.models.items()}
     if len(kinds) > 1:
@@ -58,6 +59,7 @@ def executor_workers(settings: Settings) -> int:
             exit_status=ExitStatus.USAGE,
         )
     if kinds == {"cuda"}:
+        _refuse_unmeant_copies(settings)
         return 1
     configured = settings.executor.cpu_workers
     if configured != "auto":
@@ -65,6 +67,18 @@ def executor_workers(settings: Settings) -> int:
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
+
+
+def _refuse_unmeant_copies(settings: Settings) -> None:
+    n = settings.executor.processes
+    unmeant = [name for name, model in settings.models.items() if model.device == "auto"]
+    if n > 1 and unmeant:
+        raise OperatorError(
+            f'models.{unmeant[0]}.device is "auto", which is one CUDA device here, and each of the {n} of '
+            'executor.processes would load its own copy there: set device to "cuda:0" if that is meant, or '
+            "processes to 1",
+            exit_status=ExitStatus.USAGE,
+        )
 
 
 def _device_kind(name: str, model: ModelSettings) -> str:

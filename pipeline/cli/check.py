@@ -107,6 +107,8 @@ async def _find(settings: Settings, findings: Findings, verify: bool) -> None:
         findings.problem(
             "there is no route: add [[routes]] to the settings file, or pass --source to serve"
         )
+    if settings.executor.processes > 1:
+        _divide(settings, findings)
     with working("reaching brokers"):
         await _reach_all(settings, findings)
     if not all(findings.reached.values()):
@@ -116,6 +118,15 @@ async def _find(settings: Settings, findings: Findings, verify: bool) -> None:
     for name in settings.models:
         with working(f"loading model {name}"):
             await _load(settings, name, findings, verify)
+
+
+def _divide(settings: Settings, findings: Findings) -> None:
+    from pipeline.processes.cores import shares, usable_cores
+
+    try:
+        shares(settings, usable_cores())
+    except OperatorError as error:
+        findings.problem(str(error))
 
 
 async def _reach_all(settings: Settings, findings: Findings) -> None:

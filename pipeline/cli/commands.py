@@ -103,6 +103,11 @@ def serve(
     log_format: Annotated[
         str | None, typer.Option("--log-format", help="auto, console or json.")
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", help="As executor.processes: share the cores."),
+    ] = None,
+    member: Annotated[str | None, typer.Option("--member", hidden=True)] = None,
 ) -> int:
     """Run the service until a signal.
 
@@ -113,11 +118,17 @@ def serve(
     embedstream serve --config service.toml
     embedstream serve --source redis://localhost:6379/embedstream.requests --model bge-small-en-v1.5
     embedstream serve -c service.toml --set batching.linger_ms=2 --set log.format=json
+    embedstream serve -c service.toml --processes 4
     """
     from pipeline.cli.serve import serve as run
 
-    flags = {"health.port": health_port, "log.level": log_level, "log.format": log_format}
-    return run(config, set_ or [], source or [], model or [], flags)
+    flags = {
+        "health.port": health_port,
+        "log.level": log_level,
+        "log.format": log_format,
+        "executor.processes": processes,
+    }
+    return run(config, set_ or [], source or [], model or [], flags, member)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,14 @@ def serve(
     sources: Sequence[str],
     models: Sequence[str],
     flags: dict[str, Any],
+    member: str | None = None,
 ) -> int:
-    """Run the service until a signal; the exit status."""
+    """Run the service until a signal; the exit status.
+
+    member: this is one of several processes; what `pipeline.processes.parent` said to it.
+    """
+    if member is not None:
+        return _serve_as_member(member)
     flags = {**flags, **_routes(sources), **_models(models)}
     settings = load_settings(config, pairs, flags)
     if not settings.routes:
@@ -46,15 +53,27 @@ def serve(
             "--source redis://localhost:6379/embedstream.requests"
         )
     _configure_logging(settings)
-    status = run_async(_serve(settings))
+    several = settings.executor.processes > 1
+    status = run_async(_serve_with_others(settings) if several else _serve(settings))
     leave_if_forced(status)
     return status
 
 
-def _configure_logging(settings: Settings) -> None:
+def _serve_as_member(text: str) -> int:
+    from pipeline.processes.member import join
+
+    member, settings, listener = join(text)
+    _configure_logging(settings, member.number)
+    status = run_async(_serve(settings, listener))
+    leave_if_forced(status)
+    return status
+
+
+def _configure_logging(settings: Settings, process: int | None = None) -> None:
     from pipeline.observe.logs import configure_logging
 
-    configure_logging("debug" if State.debug else settings.log.level, settings.log.format)
+    level = "debug" if State.debug else settings.log.level
+    configure_logging(level, settings.log.format, process=process)
 
 
 def leave_if_forced(status: int) -> None:
@@ -65,7 +84,25 @@ def leave_if_forced(status: int) -> None:
         os._exit(status)
 
 
-async def _serve(settings: Settings) -> ExitStatus:
+async def _serve_with_others(settings: Settings) -> ExitStatus:
+    import structlog
+
+    from pipeline.processes.parent import Parent, again
+    from pipeline.settings.load import redacted
+
+    log = structlog.get_logger(__name__)
+    stop = StopSignal(settings.lifecycle.drain_budget_s)
+
+    def on_action(action: str, signum: int) -> None:
+        log.info("signal", action=action, signum=signum)
+
+    with watch_signals(stop, on_action=on_action):
+        log.info("starting", settings=redacted(settings))
+        command = [*again(), "--debug"] if State.debug else again()
+        return await Parent(settings, command).run(stop)
+
+
+async def _serve(settings: Settings, listener: socket.socket | None = None) -> ExitStatus:
     import structlog
 
     from pipeline.app import App
@@ -79,8 +116,11 @@ async def _serve(settings: Settings) -> ExitStatus:
         log.info("signal", action=action, signum=signum)
 
     with watch_signals(stop, on_action=on_action):
-        log.info("starting", settings=redacted(settings))
-        app = App(settings, metrics=PrometheusMetrics(), serve_health=True)
+        if listener is None:  # else the parent has said it
+            log.info("starting", settings=redacted(settings))
+        app = App(
+            settings, metrics=PrometheusMetrics(), serve_health=True, health_listener=listener
+        )
         async with beside(_hear_libraries_once_ready(app)):
             return await app.run(stop)
 
@@ -149,6 +189,11 @@ def up(
     from pipeline.demo.catalog import demo_models
 
     settings = load_settings(config, pairs, default_models=demo_models())
+    if settings.executor.processes > 1:
+        raise usage_error(
+            f"executor.processes is {settings.executor.processes}, and up is one process: set it to 1, "
+            "or run `embedstream serve`"
+        )
     configure_one_off_logging()
     from pipeline.local.up import UpOptions, run_up
     from pipeline.observe.metrics import PrometheusMetrics

@@ -1,6 +1,6 @@
 """The health server: is the loop alive, may traffic come, and why not; over a tiny HTTP port.
 
-    GET /live         200 while the event loop runs
+    GET /live         200 while the event loop runs (of several processes: of each)
     GET /ready        200, or 503 with the reasons as JSON
     GET /metrics      Prometheus text
     GET /statistics   JSON: queues, budgets, sources, models
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ class HealthViews:
     statistics: Callable[[], Mapping[str, Any]]
     metrics: Callable[[], bytes]
     metrics_type: str = "text/plain; version=0.0.4; charset=utf-8"
+    hung: Callable[[], str | None] = lambda: None
+    """Why `/live` is no although this loop runs: of a service of several processes."""
 
 
 class HealthServer:
@@ -52,13 +55,19 @@ class HealthServer:
         self.port: int | None = None
         """The port it listens on, once open; None when off."""
 
-    async def open(self) -> None:
-        """Listen. Does nothing when the port is 0.
+    async def open(self, listener: socket.socket | None = None) -> None:
+        """Listen: on `listener`, a bound socket that somebody else keeps, or on the port of the settings.
+
+        Does nothing when that port is 0.
 
         Raises:
             OperatorError: the address cannot be bound; names `health.port`.
         """
-        if self._settings.port != 0:
+        if listener is not None:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(self._answer, self._connections), sock=listener
+            )
+        elif self._settings.port != 0:
             await self.listen(self._settings.port)
 
     async def listen(self, port: int) -> None:
@@ -91,7 +100,8 @@ class HealthServer:
         if method not in ("GET", "HEAD"):
             return 405, "text/plain", b"GET and HEAD only\n"
         if path == "/live":
-            return 200, "text/plain", b"live\n"
+            hung = self._views.hung()
+            return 503 if hung else 200, "text/plain", f"{hung or 'live'}\n".encode()
         if path == "/ready":
             verdict = self._views.readiness()
             return 200 if verdict.ready else 503, "application/json", _json(verdict)

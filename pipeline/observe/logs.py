@@ -49,6 +49,7 @@ def configure_logging(
     *,
     stream: TextIO | None = None,
     foreign_level: int = logging.WARNING,
+    process: int | None = None,
 ) -> None:
     """Set up structlog and the standard library's logging. May be called again.
 
@@ -57,6 +58,7 @@ def configure_logging(
         format: "auto" is console on a terminal and JSON lines otherwise.
         stream: where lines go; standard error when None, looked up at every write.
         foreign_level: lowest level of other libraries' records.
+        process: number of this one among several of a service, said in every line.
     """
     out = _Stream(stream)
     if format == "auto":
@@ -64,6 +66,7 @@ def configure_logging(
     number = getattr(logging, level.upper())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _Fields({} if process is None else {"process": process}),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _Exceptions(with_message=level == "debug"),
@@ -117,6 +120,16 @@ def _clean(name: str, value: Any, depth: int) -> Any:
     if isinstance(value, Sequence | set | frozenset):
         return [_clean(name, v, depth + 1) for v in list(value)[:100]]
     return f"<{type(value).__name__}>"
+
+
+class _Fields:
+    """Processor: the same fields in every line."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {**event, **self._fields}
 
 
 class _Exceptions:

@@ -107,6 +107,9 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _counter("index_retries_total", "Batches that a store did not take at once."),
     _histogram("index_write_seconds", "One batch into a store.", SECONDS),
+    # the processes of executor.processes
+    _gauge("process_up", "1 while a process of executor.processes is ready or was.", "process"),
+    _counter("process_restarts_total", "Processes that ended and were started again.", "process"),
     # transports: sources
     _counter("source_records_total", "Records handed out by a source.", "transport"),
     _counter("source_released_total", "Deliveries handed back.", "transport"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from pipeline.indexing.mapping import DocumentMapping
 from pipeline.indexing.options import ChunkOptions, DocumentOptions
-from pipeline.indexing.sinks.registry import check_collection_url, is_collection
+from pipeline.indexing.sinks.registry import SINKS, check_collection_url, is_collection
 from pipeline.redact import redact
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import Problem
@@ -29,6 +29,8 @@ def contradictions(settings: Settings) -> list[Problem]:
     parsed = [(i, o) for i, o in options if not isinstance(o, Problem)]
     found += _source_problems(settings, parsed)
     found += _budget_problems(settings)
+    if settings.executor.processes > 1:
+        found += _process_problems(settings, parsed)
     return [
         Problem(p.setting, p.message, p.remedy, p.origin or settings.origins.get(p.setting))
         for p in found
@@ -280,3 +282,32 @@ def _budget_problems(settings: Settings) -> Iterator[Problem]:
                     f"({budget}): such a record would never be admitted",
                     "lower the one or raise the other",
                 )
+
+
+def _process_problems(settings: Settings, options: list[tuple[int, Options]]) -> Iterator[Problem]:
+    """What belongs to one process, in a service of several."""
+    ends = [(f"routes.{i}.source", option.one_process_problem()) for i, option in options]
+    ends += [
+        (f"routes.{i}.{name}", _one_process_place(getattr(route, name) or REPLY))
+        for i, route in enumerate(settings.routes)
+        for name in ("destination", "report_to")
+    ]
+    for setting, reason in ends:
+        if reason is not None:
+            yield Problem(
+                "executor.processes",
+                f"is {settings.executor.processes}, and {setting} is for one: {reason}",
+                f"set processes to 1, or change {setting}",
+            )
+
+
+def _one_process_place(address: str) -> str | None:
+    if address == REPLY:
+        return None
+    if is_collection(address):
+        scheme = address.partition(":")[0].lower()
+        return f"{scheme} files have one writer" if SINKS[scheme].one_process else None
+    try:
+        return parse_destination(address)[0].one_process_problem()
+    except ValueError:
+        return None  # said already

@@ -325,9 +325,19 @@ class ExecutorSettings(Record, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
         Meta(
             description='Executor threads on CPU, one intra-op thread each. "auto": the cores '
-            "this process may use.",
+            "this process may use; with `processes`, its share of them.",
         ),
     ] = "auto"
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Processes that `serve` starts, each with its share of the cores, its own model and "
+            "its own budgets, each a member of the groups; more than one where one Python process is slower "
+            "than the model (docs/scaling.md).",
+        ),
+    ] = 1
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -168,6 +168,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Why replies and settling cannot be one transaction here; None where they can."""
         return "it has no transaction that takes replies and settled requests: read from Kafka"
 
+    def one_process_problem(self) -> str | None:
+        """Why several processes cannot share what is read or written here; None where they can."""
+        return None
+
     def orders(self) -> tuple[str, ...]:
         """What results may be ordered by, of what is read here; nothing where readers share a queue."""
         return ()

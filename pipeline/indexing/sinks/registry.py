@@ -20,12 +20,13 @@ from pipeline.indexing.urls import CollectionUrl, parse_collection_url
 @dataclass(frozen=True, slots=True)
 class SinkRow:
     """module holds a function ``collection(url)``; client: the package it imports; extra: the
-    optional dependency that brings it."""
+    optional dependency that brings it; one_process: a second process that writes is locked out."""
 
     module: str
     client: str
     extra: str
     example: str
+    one_process: bool = False
 
 
 SINKS: dict[str, SinkRow] = {
@@ -37,7 +38,9 @@ SINKS: dict[str, SinkRow] = {
     ),
     "chroma": SinkRow("chroma", "chromadb", "chroma", "chroma://localhost:8000#docs"),
     "milvus": SinkRow("milvus", "pymilvus", "milvus", "milvus://localhost:19530#docs"),
-    "parquet": SinkRow("parquet", "pyarrow", "parquet", "parquet:///var/lib/index#docs"),
+    "parquet": SinkRow(
+        "parquet", "pyarrow", "parquet", "parquet:///var/lib/index#docs", one_process=True
+    ),
     "redis-vectors": SinkRow(
         "redis_vectors", "redis", "redis-vectors", "redis-vectors://localhost:6379#docs"
     ),

@@ -69,6 +69,9 @@ class FileOptions(Options, frozen=True, kw_only=True):
             places.append(_place(self.dead_letters, "dead_letters", is_dead_letters=True))
         return tuple(place for place in places if place.name != STANDARD)
 
+    def one_process_problem(self) -> str:
+        return "the lines of a file are read and written by one process"
+
     def orders(self) -> tuple[str, ...]:
         return ("partition",)
 

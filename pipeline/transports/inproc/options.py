@@ -54,6 +54,9 @@ class InprocOptions(Options, frozen=True, kw_only=True):
     def consumes(self) -> tuple[Place, ...]:
         return (Place(frozenset(["this process"]), "broker", self.name, option="name"),)
 
+    def one_process_problem(self) -> str:
+        return "its broker lives inside one process"
+
     def orders(self) -> tuple[str, ...]:
         return "key", "partition"
 

@@ -281,6 +281,13 @@ class KafkaOptions(LoginOptions, frozen=True, kw_only=True):
             )
         return None
 
+    def one_process_problem(self) -> str | None:
+        if self.group_instance_id is not None:
+            return (
+                f"group_instance_id={self.group_instance_id} is the name of one member of the group"
+            )
+        return None
+
     def orders(self) -> tuple[str, ...]:
         return "key", "partition"
 
