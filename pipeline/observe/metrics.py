@@ -16,6 +16,7 @@ from typing import Any
 import prometheus_client as prometheus
 import structlog
 
+from pipeline.observe.histogram import Histogram
 from pipeline.observe.metric_table import BY_NAME, METRICS, PREFIX, MetricSpec
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
@@ -62,7 +63,7 @@ class PrometheusMetrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
         try:
-            if math.isnan(value):
+            if value != value:
                 raise ValueError("an observation was NaN; this is a bug")
             self._child(name, labels).observe(value)
         except Exception as error:  # noqa: BLE001  boundary: counting never stops an answer
@@ -113,6 +114,4 @@ def _make(spec: MetricSpec, registry: prometheus.CollectorRegistry) -> Any:
         return prometheus.Counter(name, spec.help, spec.labels, registry=registry)
     if spec.kind == "gauge":
         return prometheus.Gauge(name, spec.help, spec.labels, registry=registry)
-    return prometheus.Histogram(
-        name, spec.help, spec.labels, registry=registry, buckets=spec.buckets
-    )
+    return Histogram(name, spec.help, spec.labels, registry=registry, bounds=spec.buckets)
