@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 
 class SourceClosed(Exception):
@@ -233,6 +233,40 @@ class Sink(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+class Record:
+    """What is published: `Sink.publish`'s arguments."""
+
+    __slots__ = ("body", "destination", "headers", "key")
+
+    def __init__(
+        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
+    ) -> None:
+        self.destination = destination
+        self.key = key
+        self.body = body
+        self.headers = headers
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + sum(len(n) + len(v) for n, v in self.headers.items())
+
+
+Told: TypeAlias = Callable[[int, PublishError | None], None]
+"""Hears of each record of a list, by its number, once: it is durable (None), or why not."""
+
+
+@runtime_checkable
+class ListSink(Protocol):
+    """A sink that takes many records at once for less than it takes each."""
+
+    async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
+        """Each record as `Sink.publish` would, none waiting for another; returns when all are told.
+
+        Cancelled, it tells nothing more. Never raises `PublishError`.
+        """
+        ...
 
 
 class Transactions(Protocol):

@@ -51,11 +51,11 @@ class Histogram:
     ) -> None:
         self._name, self._help, self._labels = name, help, labels
         self._bounds = tuple(bounds)
-        self._edges = [*map(floatToGoString, self._bounds), "+Inf"]  # type: ignore[no-untyped-call]
+        self._edges = [*map(floatToGoString, self._bounds), "+Inf"]
         self._series: dict[tuple[str, ...], Series] = {}
         if not labels:
             self.labels()
-        registry.register(self)  # type: ignore[arg-type]  # a collector by its one method
+        registry.register(self)
 
     def labels(self, *values: str) -> Series:
         """The series of these values, one for each label."""

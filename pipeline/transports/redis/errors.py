@@ -39,7 +39,7 @@ _BY_TYPE: tuple[tuple[type[Exception], str], ...] = (
     (MovedError, "MOVED"),
 )
 """The library takes the codes that it knows off the text; before release 7 only the type is left."""
-_CODE = re.compile(r"""['"]?([A-Z]{3,}) """)
+_CODE = re.compile(r"""['"]?-?([A-Z]{3,}) """)
 _IN_SCRIPT = re.compile(r"user_script: ?\d+: -?([A-Z]{3,}) ")
 _RIGHT_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 

@@ -13,20 +13,29 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
+from actors.ports import (
+    Metrics,
+    NoMetrics,
+    PublishError,
+    Record,
+    RecordTooLargeForBroker,
+    Source,
+    Told,
+)
 from pipeline.transports.broker_names import reply_to_error
 from pipeline.transports.redis.append import (
     MAX_FIELDS,
     REFUSALS,
     SCRIPT,
     SHA,
+    Append,
     append,
+    call_of,
     entry,
     only_look,
 )
@@ -49,22 +58,43 @@ _FAULT_FOR_S = 12.0
 """Above egress' longest wait between two tries: a fault lasts as long as tries fail."""
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """One publish. `woken` is set when it was appointed to send (`leads`) or has its outcome."""
+class _Publisher:
+    """Whoever waits in `publish` or `publish_all`. `woken` is set when it was appointed to send (`leads`)
+    or has all outcomes; `left`: outcomes that are missing; `gone`: it was cancelled, nobody would wake."""
 
-    write: tuple[Any, ...]  # what follows the script
-    size_bytes: int
-    is_ours: bool  # a place that the operator has to make writable
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
-    leads: bool = False
-    done: bool = False
-    gone: bool = False  # its publisher was cancelled: nobody would wake
-    error: PublishError | None = None
+    __slots__ = ("gone", "leads", "left", "tell", "woken")
+
+    def __init__(self, left: int, tell: Told) -> None:
+        self.left = left
+        self.tell = tell
+        self.woken = asyncio.Event()
+        self.leads = False
+        self.gone = False
+
+
+class _Waiting:
+    """One record of a publisher. `is_ours`: for a place that the operator has to make writable."""
+
+    __slots__ = ("append", "by", "done", "is_ours", "number", "size_bytes")
+
+    def __init__(
+        self, by: _Publisher, number: int, append: Append, size_bytes: int, is_ours: bool
+    ) -> None:
+        self.by = by
+        self.number = number
+        self.append = append
+        self.size_bytes = size_bytes
+        self.is_ours = is_ours
+        self.done = False
 
     def resolve(self, error: PublishError | None) -> None:
-        self.done, self.error = True, error
-        self.woken.set()
+        if self.done or self.by.gone:
+            return
+        self.done = True
+        self.by.left -= 1
+        self.by.tell(self.number, error)
+        if not self.by.left:
+            self.by.woken.set()
 
 
 class RedisSink:
@@ -147,33 +177,48 @@ class RedisSink:
         *,
         order_key: str | None = None,
     ) -> None:
-        size = len(body) + sum(len(name) + len(value) for name, value in headers.items())
-        if self.max_record_bytes is not None and size > self.max_record_bytes:
-            raise RecordTooLargeForBroker(
-                f"a record of {size} bytes exceeds max_record_bytes ({self.max_record_bytes})",
-                limit_bytes=self.max_record_bytes,
-                given_bytes=size,
-            )
-        write = self._write_of(destination, key, body, headers)
-        mine = _Waiting(write, size, self._is_ours(destination))
-        self._queue.append(mine)
+        errors: list[PublishError | None] = []
+        record = Record(destination, key, body, headers)
+        await self.publish_all([record], lambda _, error: errors.append(error))
+        if errors[0] is not None:
+            raise errors[0]
+
+    async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
+        """See `actors.ports.ListSink`."""
+        publisher = _Publisher(len(records), tell)
+        for number, record in enumerate(records):
+            try:
+                waiting = self._waiting(publisher, number, record)
+            except PublishError as error:
+                publisher.left -= 1
+                tell(number, error)
+            else:
+                self._queue.append(waiting)
         self._appoint()
         try:
-            while not mine.done:
-                await mine.woken.wait()
-                mine.woken.clear()
-                if mine.leads and not mine.done:
+            while publisher.left:
+                await publisher.woken.wait()
+                publisher.woken.clear()
+                if publisher.leads and publisher.left:
                     await self._send_batch()
-                    self._step_down(mine)
+                    self._step_down(publisher)
         finally:
-            mine.gone = True
-            if mine in self._queue:
-                self._queue.remove(mine)
-            if mine.leads:
-                self._step_down(mine)
-        if mine.error is not None:
-            raise mine.error
-        self._metrics.count("sink_records_total", transport="redis")
+            if publisher.left:
+                publisher.gone = True
+                self._queue = deque(w for w in self._queue if w.by is not publisher)
+            if publisher.leads:
+                self._step_down(publisher)
+
+    def _waiting(self, publisher: _Publisher, number: int, record: Record) -> _Waiting:
+        size, limit = record.size_bytes, self.max_record_bytes
+        if limit is not None and size > limit:
+            raise RecordTooLargeForBroker(
+                f"a record of {size} bytes exceeds max_record_bytes ({limit})",
+                limit_bytes=limit,
+                given_bytes=size,
+            )
+        append = self._append_of(record)
+        return _Waiting(publisher, number, append, size, self._is_ours(record.destination))
 
     async def aclose(self) -> None:
         await close_client(self._client, self._options.close_timeout_s)
@@ -185,14 +230,14 @@ class RedisSink:
         if self._leaders >= _PIPELINES:
             return
         for waiting in self._queue:
-            if not waiting.leads:
-                waiting.leads = True
+            if not waiting.by.leads:
+                waiting.by.leads = True
                 self._leaders += 1
-                waiting.woken.set()
+                waiting.by.woken.set()
                 return
 
-    def _step_down(self, mine: _Waiting) -> None:
-        mine.leads = False
+    def _step_down(self, publisher: _Publisher) -> None:
+        publisher.leads = False
         self._leaders -= 1
         self._appoint()
 
@@ -209,7 +254,7 @@ class RedisSink:
             await self._write_by_node(batch)
         except BaseException:
             # Cancelled in between: whether it arrived is unknown, so the others send theirs again.
-            self._queue.extendleft(w for w in reversed(batch) if not (w.done or w.gone))
+            self._queue.extendleft(w for w in reversed(batch) if not (w.done or w.by.gone))
             raise
 
     async def _write_by_node(self, batch: list[_Waiting]) -> None:
@@ -226,44 +271,60 @@ class RedisSink:
     async def _node_of(self, waiting: _Waiting) -> str:
         try:
             await self._client.initialize()
-            return str(self._client.get_node_from_key(waiting.write[1]).name)
+            return str(self._client.get_node_from_key(waiting.append.key).name)
         except (RedisError, OSError, TimeoutError):
             return ""  # the write itself says what is wrong
 
     async def _write(self, batch: list[_Waiting]) -> None:
+        calls = self._calls_of(batch)
         try:
-            answers = await self._execute(batch)
+            answers = await self._execute(calls)
         except (RedisError, OSError, TimeoutError) as error:
-            about_one = isinstance(error, ResponseError) and code_of(error) not in WRONG_SERVER
-            if about_one and len(batch) > 1:
-                # The server refused the transaction as a whole; send each alone to find out whose
-                # fault it is.
-                for waiting in batch:
+            answers = [error] * len(calls)
+        for call, answer in zip(calls, answers, strict=True):
+            about_one = isinstance(answer, ResponseError) and code_of(answer) not in WRONG_SERVER
+            if about_one and len(call) > 1:
+                # The server refused the call as a whole; send each alone to find out whose fault it is.
+                for waiting in call:
                     await self._write([waiting])
-                return
-            answers = [error] * len(batch)
-        for waiting, answer in zip(batch, answers, strict=True):
-            waiting.resolve(self._outcome(answer, waiting.is_ours))
+                continue
+            told = [answer] * len(call) if isinstance(answer, Exception) else answer
+            written = 0
+            for waiting, one in zip(call, told, strict=True):
+                failure = self._outcome(one, waiting.is_ours)
+                written += failure is None
+                waiting.resolve(failure)
+            self._metrics.count("sink_records_total", written, transport="redis")
         wrong = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if wrong is not None:
             with contextlib.suppress(RedisError, OSError):
                 await reconnect_if_wrong(self._client, wrong)
 
-    async def _execute(self, batch: list[_Waiting]) -> list[Any]:
-        """One answer per record; those of a server that does not know the script yet are sent again."""
-        answers = await self._run(batch, "EVALSHA", SHA)
+    def _calls_of(self, batch: list[_Waiting]) -> list[list[_Waiting]]:
+        """What one call of the script writes: what it treats alike; in a cluster, where its keys must
+        lie together, one record."""
+        if self._options.cluster:
+            return [[waiting] for waiting in batch]
+        alike: dict[tuple[Any, ...], list[_Waiting]] = {}
+        for waiting in batch:
+            alike.setdefault(waiting.append.head, []).append(waiting)
+        return list(alike.values())
+
+    async def _execute(self, calls: list[list[_Waiting]]) -> list[Any]:
+        """One answer per call; those of a server that does not know the script yet are sent again."""
+        answers = await self._run(calls, "EVALSHA", SHA)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
-            again = await self._run([batch[i] for i in unknown], "EVAL", SCRIPT)
+            again = await self._run([calls[i] for i in unknown], "EVAL", SCRIPT)
             for i, answer in zip(unknown, again, strict=True):
                 answers[i] = answer
         return answers
 
-    async def _run(self, batch: list[_Waiting], command: str, script: str) -> list[Any]:
-        # Each script is one step by itself; a transaction only keeps others from coming in between.
-        async with self._client.pipeline(transaction=not self._options.cluster) as pipe:
-            for waiting in batch:
-                pipe.execute_command(command, script, *waiting.write)
+    async def _run(self, calls: list[list[_Waiting]], command: str, script: str) -> list[Any]:
+        async with self._client.pipeline(transaction=False) as pipe:
+            for call in calls:
+                words = call_of([waiting.append for waiting in call])
+                pipe.execute_command(command, script, *words)
             return list(await pipe.execute(raise_on_error=False))
 
     def _outcome(self, answer: object, is_ours: bool) -> PublishError | None:
@@ -300,19 +361,17 @@ class RedisSink:
             f"Redis at {where}: {describe(error)}", retryable=code not in ("NOPERM", "WRONGTYPE")
         )
 
-    def _write_of(
-        self, destination: str, key: str, body: bytes, headers: Mapping[str, bytes]
-    ) -> tuple[Any, ...]:
-        options = self._options
+    def _append_of(self, record: Record) -> Append:
+        options, destination = self._options, record.destination
         kind, name = split_destination(destination)
         if kind is None:
             raise PublishError(
                 f"{destination[:80]!r} is no Redis destination: list:NAME or stream:NAME",
                 retryable=False,
             )
-        if len(headers) > MAX_FIELDS:
+        if len(record.headers) > MAX_FIELDS:
             raise PublishError(
-                f"a record of {len(headers)} headers: at most {MAX_FIELDS} are written",
+                f"a record of {len(record.headers)} headers: at most {MAX_FIELDS} are written",
                 retryable=False,
             )
         ttl_s, length, chosen = options.reply_ttl_s, options.reply_stream_maxlen, True
@@ -321,7 +380,9 @@ class RedisSink:
         return append(
             kind,
             name,
-            [body] if kind == LIST_PREFIX else entry(key, body, headers),
+            [record.body]
+            if kind == LIST_PREFIX
+            else entry(record.key, record.body, record.headers),
             chosen=chosen and not self._one_place,
             ttl_s=ttl_s,
             length=length,

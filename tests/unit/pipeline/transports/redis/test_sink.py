@@ -26,19 +26,19 @@ class ScriptedSink(RedisSink):
         self.running = 0
         self.most = 0
 
-    async def _execute(self, batch: list[Any]) -> list[Any]:
+    async def _execute(self, calls: list[list[Any]]) -> list[Any]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             for _ in range(self._chance.randrange(4)):
                 await asyncio.sleep(0)
-            bodies = [waiting.write[-1] for waiting in batch]
+            bodies = [waiting.append.words[-1] for call in calls for waiting in call]
             if any(body == b"denied" for body in bodies):
                 raise NoPermissionError("NOPERM no permissions")
             if self._chance.random() < self._fail_share:
                 raise ConnectionFailed("gone")
             self.written += bodies
-            return [b"ok"] * len(batch)
+            return [[b"ok"] * len(call) for call in calls]
         finally:
             self.running -= 1
 
@@ -67,7 +67,7 @@ async def test_random_cancellations_leave_nobody_waiting(seed: int) -> None:
 
 
 async def test_one_refused_record_fails_alone() -> None:
-    """The server refuses a whole transaction; each record is then sent by itself."""
+    """The server refuses a whole call; each record is then sent by itself."""
     sink = ScriptedSink(1)
     bodies = [b"a", b"b", b"denied", b"c"]
     results = await asyncio.gather(
