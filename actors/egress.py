@@ -11,6 +11,7 @@ holds up its own route alone. The queue of a route is bounded by admission plus 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -19,27 +20,20 @@ import structlog
 from actors.dead_letters import cut_to_fit, dead_letter_headers
 from actors.in_flight import InFlightTable
 from actors.messages import InFlight, Outgoing
-from actors.ordering import KeyOrder, Ticket
+from actors.ordering import Ticket
+from actors.outbox import Outbox, outcome_label, outgoing_of
 from actors.ports import Clock, Delivery, GaveUp, Metrics, PublishError, RecordTooLargeForBroker
 from actors.publish import PublishPolicy, RetryingWriter, kind_of, publish_fitting
 from actors.route import Route
 from gpu.batch import ItemOutcome, ModelInfo
 from schemas.errors import EmbedstreamError, Internal
 from schemas.headers import DeadLetterKind
+from schemas.requests import Task
 
 log = structlog.get_logger(__name__)
 
 MIN_DEAD_LETTER_BYTES = 256
 """A destination that refuses even this takes no dead letter at all."""
-
-
-class _Outbox:
-    """What waits to leave by one route, so that its destination holds up no other route."""
-
-    def __init__(self, max_waiting: int, refusal_slots: int) -> None:
-        self.queue: asyncio.Queue[Outgoing] = asyncio.Queue(max_waiting + refusal_slots)
-        self.refusals = asyncio.Semaphore(refusal_slots)
-        self.order: KeyOrder[Outgoing] = KeyOrder()
 
 
 class Egress:
@@ -70,15 +64,15 @@ class Egress:
         self._retry_in_line = RetryingWriter(policy, None, clock=clock, metrics=metrics)
         self._max_waiting = max_waiting
         self._refusal_slots = refusal_slots
-        self._outboxes: dict[str, _Outbox] = {}  # by route
+        self._outboxes: dict[str, Outbox] = {}  # by route
         self._n_out = 0  # waiting in a queue or being written
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def _outbox(self, route: Route) -> _Outbox:
+    def _outbox(self, route: Route) -> Outbox:
         outbox = self._outboxes.get(route.name)
         if outbox is None:
-            outbox = _Outbox(self._max_waiting, self._refusal_slots)
+            outbox = Outbox(route, self._max_waiting, self._refusal_slots)
             self._outboxes[route.name] = outbox
         return outbox
 
@@ -102,16 +96,13 @@ class Egress:
 
     def send(self, in_flight: InFlight) -> None:
         """A request has ended: out with it, in its turn."""
-        self._put(
-            Outgoing(
-                route=in_flight.route,
-                deliveries=in_flight.deliveries,
-                request_id=in_flight.request.id,
-                outcome=_outcome_label(in_flight),
-                in_flight=in_flight,
-                ticket=in_flight.ticket,
-            )
-        )
+        outbox = self._outbox(in_flight.route)
+        if outbox.takes_lists:
+            self._n_out += 1
+            self._quiet.clear()
+            outbox.lists.put_nowait(in_flight)
+        else:
+            self._put(outgoing_of(in_flight))
 
     def withdraw(
         self, unwanted: Callable[[Delivery], bool] = lambda _: True, *, at_most: int | None = None
@@ -157,7 +148,7 @@ class Egress:
         if ticket is None or outbox.order.finish(ticket, outgoing) is not None:
             self._enqueue(outbox, outgoing)
 
-    def _enqueue(self, outbox: _Outbox, outgoing: Outgoing) -> None:
+    def _enqueue(self, outbox: Outbox, outgoing: Outgoing) -> None:
         self._n_out += 1
         self._quiet.clear()
         outbox.queue.put_nowait(outgoing)
@@ -176,7 +167,52 @@ class Egress:
                 if not self._n_out:
                     self._quiet.set()
 
-    async def _process(self, outgoing: Outgoing, outbox: _Outbox) -> None:
+    async def run_lists(self, route: Route) -> None:
+        """One publisher of what leaves in lists; several run for each such route."""
+        outbox = self._outbox(route)
+        while True:
+            await self._process_all(route, await outbox.next_list(), outbox)
+
+    async def _process_all(self, route: Route, some: list[InFlight], outbox: Outbox) -> None:
+        started = self._clock.monotonic()
+        left = dict(enumerate(some))
+        gone: list[tuple[InFlight, float]] = []
+
+        def done(number: int) -> None:
+            in_flight = left.pop(number)
+            for delivery in in_flight.deliveries:
+                delivery.settle()
+            self._leave(in_flight)
+            gone.append((in_flight, self._clock.monotonic()))
+
+        try:
+            finished = [(one, self._infos[one.model]) for one in some]
+            await route.destination.deliver_all(finished, done)
+        except Exception as error:
+            log.error(
+                "publisher_failed",
+                route=route.name,
+                error_type=type(error).__name__,
+                exc_info=error,
+            )
+        except asyncio.CancelledError:
+            for in_flight in left.values():
+                for delivery in in_flight.deliveries:
+                    delivery.release("reply not published")
+                self._leave(in_flight)
+            raise
+        finally:
+            self._note_all(route, gone, started)
+        for in_flight in left.values():
+            outbox.queue.put_nowait(outgoing_of(in_flight))  # alone, with all the patience it needs
+
+    def _leave(self, in_flight: InFlight) -> None:
+        self._table.remove(in_flight)
+        self._n_out -= 1
+        if not self._n_out:
+            self._quiet.set()
+
+    async def _process(self, outgoing: Outgoing, outbox: Outbox) -> None:
         outcome, transactions = None, outgoing.route.transactions
         leave = _once(partial(self._leave_line, outgoing, outbox))
         try:
@@ -213,7 +249,7 @@ class Egress:
         if outcome is not None:
             self._note(outgoing, outcome)
 
-    def _leave_line(self, outgoing: Outgoing, outbox: _Outbox) -> None:
+    def _leave_line(self, outgoing: Outgoing, outbox: Outbox) -> None:
         """What stands behind it may be written now."""
         if outgoing.ticket is not None:
             following = outbox.order.leave(outgoing.ticket)
@@ -292,6 +328,27 @@ class Egress:
             self._metrics.count("items_total", in_flight.request.n_items, task=task)
         log.debug("reply_published", request_id=outgoing.request_id, outcome=outcome)
 
+    def _note_all(
+        self, route: Route, gone: Sequence[tuple[InFlight, float]], started: float
+    ) -> None:
+        """As `_note`, each series once. gone: with the moment of the acknowledgement."""
+        outcomes: Counter[tuple[Task, str]] = Counter()
+        items: Counter[Task] = Counter()
+        debug = log.bind().debug
+        for in_flight, _ in gone:
+            task, outcome = in_flight.request.task, outcome_label(in_flight)
+            outcomes[task, outcome] += 1
+            items[task] += in_flight.request.n_items
+            debug("reply_published", request_id=in_flight.request.id, outcome=outcome)
+        name = route.name
+        for (task, outcome), n in outcomes.items():
+            self._metrics.count("requests_total", n, route=name, task=task, outcome=outcome)
+        for task, n in items.items():
+            self._metrics.count("items_total", n, task=task)
+        took = [at - one.deliveries[0].received_at for one, at in gone]
+        self._metrics.observe_all("request_seconds", took, route=name)
+        self._metrics.observe_all("publish_seconds", [at - started for _, at in gone])
+
     async def wait_quiet(self) -> None:
         """Wait until nothing waits to be written and no publisher works."""
         await self._quiet.wait()
@@ -304,6 +361,9 @@ class Egress:
                 left.append(outbox.queue.get_nowait())
             for outgoing in left:
                 for delivery in outgoing.deliveries:
+                    delivery.release("stopped before the reply was published")
+            while not outbox.lists.empty():
+                for delivery in outbox.lists.get_nowait().deliveries:
                     delivery.release("stopped before the reply was published")
 
 
@@ -321,12 +381,3 @@ def _as_one(undelivered: Sequence[EmbedstreamError]) -> EmbedstreamError:
     items = sorted({index for error in undelivered for index in error.items})
     message = f"{first.message} (and {len(undelivered) - 1} more)"
     return type(first)(message, path=first.path, items=items, limit=first.limit, given=first.given)
-
-
-def _outcome_label(in_flight: InFlight) -> str:
-    if in_flight.failure is not None:
-        return in_flight.failure.code
-    n_errors = sum(isinstance(outcome, EmbedstreamError) for outcome in in_flight.outcomes)
-    if n_errors == 0:
-        return "ok"
-    return "partial" if n_errors < len(in_flight.outcomes) else "all_items_failed"

@@ -323,6 +323,7 @@ class Metrics(Protocol):
     def count(self, name: str, value: float = 1.0, **labels: str) -> None: ...
     def gauge(self, name: str, value: float, **labels: str) -> None: ...
     def observe(self, name: str, value: float, **labels: str) -> None: ...
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None: ...
 
 
 class NoMetrics:
@@ -335,4 +336,7 @@ class NoMetrics:
         """Dropped."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Dropped."""
+
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
         """Dropped."""

@@ -21,12 +21,15 @@ import structlog
 
 from actors.answers import Answer, Key, RecentAnswers
 from actors.backoff import Backoff
+from actors.loop_turn import LoopTurn
 from actors.ports import (
     Clock,
     Delivery,
     GaveUp,
+    ListSink,
     Metrics,
     PublishError,
+    Record,
     RecordTooLargeForBroker,
     Sink,
 )
@@ -139,6 +142,8 @@ class ReplyDestination(Destination):
         self._split = split_replies
         self._clock = clock
         self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="reply-encoder")
+        self._lists = sink if isinstance(sink, ListSink) else None
+        self.takes_lists = self._lists is not None
 
     def address(self, request: AnyRequest) -> str:
         """See `Destination`."""
@@ -200,6 +205,55 @@ class ReplyDestination(Destination):
         if self._recent is not None and _is_final(finished):
             self._recent.put(finished.join_key, bodies)
         return ()
+
+    async def deliver_all(
+        self, finished: Sequence[tuple[Finished, ModelInfo]], done: Callable[[int], None]
+    ) -> None:
+        """Publish those replies that are one record of ordinary size."""
+        assert self._lists is not None
+        records: list[Record] = []
+        numbers: list[int] = []
+        turn = LoopTurn(self._clock)
+        for number, (one, info) in enumerate(finished):
+            await turn.end_if_long()
+            record = self._as_one_record(one, info)
+            if record is not None:
+                records.append(record)
+                numbers.append(number)
+
+        def tell(place: int, error: PublishError | None) -> None:
+            if error is not None:
+                return
+            one = finished[numbers[place]][0]
+            if self._recent is not None and one.answer is None and _is_final(one):
+                self._recent.put(one.join_key, (records[place].body,))
+            done(numbers[place])
+
+        await self._lists.publish_all(records, tell)
+
+    def _as_one_record(self, finished: Finished, info: ModelInfo) -> Record | None:
+        """None: large, in parts, or not to be built: `deliver` sees to it."""
+        request = finished.request
+        if finished.answer is not None:
+            bodies: Sequence[bytes] = finished.answer.bodies
+        else:
+            try:
+                reply = build_reply(
+                    finished,
+                    info,
+                    now=self._clock.monotonic(),
+                    received_at=finished.deliveries[0].received_at,
+                )
+            except Exception:  # noqa: BLE001  boundary: `deliver` meets it again, and says so
+                return None
+            if _numbers_in(reply) > OFF_LOOP_NUMBERS:
+                return None
+            limit_bytes = self._sink.max_record_bytes if self._split else None
+            bodies = _encode(reply, limit_bytes, request.content_type, request.encoding)
+        if len(bodies) != 1:
+            return None
+        headers = reply_headers(request.id, request.content_type, traceparent=request.traceparent)
+        return Record(finished.address, request.id, bodies[0], headers)
 
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
         """Publish a failure."""
@@ -273,24 +327,31 @@ class ReplyDestination(Destination):
     ) -> list[bytes]:
         """The reply as records of at most about `limit_bytes`."""
 
-        def encode() -> list[bytes]:
-            try:
-                if isinstance(reply, FailureReply) or limit_bytes is None:
-                    return [encode_reply(reply, content_type=content_type, encoding=encoding)]
-                room = max(256, limit_bytes - HEADER_ROOM_BYTES)
-                return split_reply(reply, room, content_type=content_type, encoding=encoding)
-            except EmbedstreamError as error:
-                # It would fail the same way for ever (metadata above the room, say): tell why.
-                bare = FailureReply(id=reply.id, error=error)
-                return [encode_reply(bare, content_type=content_type, encoding=encoding)]
-
+        work = (reply, limit_bytes, content_type, encoding)
         if _numbers_in(reply) <= OFF_LOOP_NUMBERS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._encode_thread, encode)
+            return _encode(*work)
+        return await asyncio.get_running_loop().run_in_executor(self._encode_thread, _encode, *work)
 
     async def aclose(self) -> None:
         """Stop the encoder thread. The sink is closed by who opened it."""
         self._encode_thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _encode(
+    reply: Reply | FailureReply,
+    limit_bytes: int | None,
+    content_type: ContentType,
+    encoding: Encoding,
+) -> list[bytes]:
+    try:
+        if isinstance(reply, FailureReply) or limit_bytes is None:
+            return [encode_reply(reply, content_type=content_type, encoding=encoding)]
+        room = max(256, limit_bytes - HEADER_ROOM_BYTES)
+        return split_reply(reply, room, content_type=content_type, encoding=encoding)
+    except EmbedstreamError as error:
+        # It would fail the same way for ever (metadata above the room, say): tell why.
+        bare = FailureReply(id=reply.id, error=error)
+        return [encode_reply(bare, content_type=content_type, encoding=encoding)]
 
 
 def _is_final(finished: Finished) -> bool:

@@ -222,6 +222,19 @@ class Destination(ABC):
             dead-lettered with these errors, once, and settled: its other items stay delivered.
         """
 
+    takes_lists: bool = False
+    """Does `deliver_all` deliver anything? Read once, when the graph is built."""
+
+    async def deliver_all(
+        self, finished: Sequence[tuple[Finished, ModelInfo]], done: Callable[[int], None]
+    ) -> None:
+        """Try to make each of these results durable, once and together: what many cost less together.
+
+        `done(number)` is to be called when that result is durable and nothing of it is undelivered. All
+        for which it was not called when this returns or raises are given to `deliver`, one by one, which
+        may write them again. Only on routes without an order and without transactions.
+        """
+
     @abstractmethod
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
         """Tell the sender of a record that cannot enter. Only called when `address_of_failure` named

@@ -109,6 +109,7 @@ async def service(
     """The whole application on an open transport. Seconds from the first delivery to the last settle."""
     marks = {"first": 0.0, "published": 0.0}
     receive, publish = transport.source.receive, transport.sink.publish
+    publish_all = getattr(transport.sink, "publish_all", None)
     left = count
     finished = asyncio.Event()
 
@@ -117,15 +118,26 @@ async def service(
         marks["first"] = marks["first"] or time.perf_counter()
         return deliveries
 
-    async def timed_publish(*arguments: Any, **options: Any) -> None:
+    def published(n: int) -> None:
         nonlocal left
-        await publish(*arguments, **options)
-        left -= 1
-        if left == 0:
+        left -= n
+        if left <= 0:
             finished.set()
+
+    async def timed_publish(*arguments: Any, **options: Any) -> None:
+        await publish(*arguments, **options)
+        if publish_all is None:
+            published(1)
+
+    async def timed_publish_all(records: Any, tell: Any) -> None:
+        assert publish_all is not None
+        await publish_all(records, tell)
+        published(len(records))
 
     transport.source.receive = timed_receive  # type: ignore[method-assign]
     transport.sink.publish = timed_publish  # type: ignore[method-assign]
+    if publish_all is not None:
+        transport.sink.publish_all = timed_publish_all  # type: ignore[attr-defined]
     settings = Settings(
         routes=(RouteSettings(name="bench", source="inproc://bench", lane="bulk"),),
         batching=BatchingSettings(result_cache_bytes=0),  # every item is the same one here

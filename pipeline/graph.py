@@ -23,6 +23,7 @@ from actors.egress import Egress
 from actors.housekeeping import Housekeeping
 from actors.in_flight import InFlightTable
 from actors.ingress import Ingress
+from actors.outbox import leaves_in_lists
 from actors.packing import PackingPolicy
 from actors.ports import Clock, Metrics
 from actors.publish import PublishPolicy, ReplyDestination
@@ -77,6 +78,11 @@ class Graph:
                 start(f"transactions.{route.name}", route.transactions.run, NO_RESTART)
             for number in range(self._publishers_of(route)):
                 start(f"publisher.{route.name}.{number}", _bind(self.egress.run, route))
+                if leaves_in_lists(route):
+                    start(
+                        f"publisher.{route.name}.lists.{number}",
+                        _bind(self.egress.run_lists, route),
+                    )
         start("housekeeping", self.housekeeping.run)
 
     def _publishers_of(self, route: Route) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import prometheus_client as prometheus
@@ -66,6 +66,17 @@ class PrometheusMetrics:
             if value != value:
                 raise ValueError("an observation was NaN; this is a bug")
             self._child(name, labels).observe(value)
+        except Exception as error:  # noqa: BLE001  boundary: counting never stops an answer
+            self._report(name, error)
+
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
+        """Add observations to one series of a histogram."""
+        try:
+            if any(value != value for value in values):
+                raise ValueError("an observation was NaN; this is a bug")
+            observe = self._child(name, labels).observe
+            for value in values:
+                observe(value)
         except Exception as error:  # noqa: BLE001  boundary: counting never stops an answer
             self._report(name, error)
 

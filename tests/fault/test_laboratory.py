@@ -244,6 +244,7 @@ async def topic_made_again(ledger: Ledger) -> None:
     ledger.row("topic made again", may_repeat=IN_FLIGHT)
 
 
+SINK = "pipeline.transports.kafka.sink:KafkaSink"
 POINTS = (
     ("pipeline.transports.kafka.source:KafkaSource._hand_out", "after", 1),
     ("actors.decoder:WireDecoder.decode", "after", 5),
@@ -252,13 +253,17 @@ POINTS = (
     ("actors.coalescer:Coalescer.next_batch", "after", 1),
     ("tests.support.fakes:FakeRunner.forward", "after", 1),
     ("actors.egress:Egress.complete", "after", 5),
-    ("pipeline.transports.kafka.sink:KafkaSink.publish", "before", 5),
-    ("pipeline.transports.kafka.sink:KafkaSink.publish", "after", 5),
+    (f"{SINK}.publish_all", "before", 1),
+    (f"{SINK}.publish_all", "after", 1),
     ("pipeline.transports.delivery:HeldDelivery.settle", "after", 5),
     ("pipeline.transports.kafka.offsets:commit_as_member", "before", 2),
     ("pipeline.transports.kafka.offsets:commit_as_member", "after", 2),
 )
 """Of the life of a request (docs/life-of-a-request.md): which call of what kills the process."""
+IN_TRANSACTIONS = {
+    (f"{SINK}.publish_all", when, 1): (f"{SINK}.publish", when, 5) for when in ("before", "after")
+}
+"""Results that leave in transactions do not leave in lists."""
 POINTS_OF_TRANSACTIONS = (
     ("aiokafka:AIOKafkaProducer.begin_transaction", "after", 1),
     ("aiokafka:AIOKafkaProducer.send_offsets_to_transaction", "after", 1),
@@ -268,7 +273,9 @@ POINTS_OF_TRANSACTIONS = (
 
 async def killed_at_each_point(ledger: Ledger) -> None:
     """One process after the other dies at the next point; the last one answers what is left."""
-    points = POINTS + (POINTS_OF_TRANSACTIONS if ledger.delivery == "exactly_once" else ())
+    points = POINTS
+    if ledger.delivery == "exactly_once":
+        points = tuple(IN_TRANSACTIONS.get(one, one) for one in POINTS) + POINTS_OF_TRANSACTIONS
     points = points if LONG else points[1::3]
     for number, point in enumerate(points):
         await ledger.send(30)

@@ -199,6 +199,9 @@ class RecordingMetrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         self.observed.setdefault(name, []).append(value)
 
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
+        self.observed.setdefault(name, []).extend(values)
+
 
 def embed(text: str, *more: str, request_id: str = "r1", **given: object) -> EmbedRequest:
     """An embed request of these texts."""

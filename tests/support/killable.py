@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +156,9 @@ class CountingMetrics:
         self.changed.set()
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Not remembered."""
+
+    def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
         """Not remembered."""
 
     async def reached(self, name: str, value: float) -> None:

@@ -6,9 +6,16 @@ What must stay true: destinations are `inproc:NAME`; the dead letters are no rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from actors.ports import Metrics, RecordTooLargeForBroker, Source
+from actors.ports import (
+    Metrics,
+    PublishError,
+    Record,
+    RecordTooLargeForBroker,
+    Source,
+    Told,
+)
 from pipeline.transports.broker_names import DEAD_LETTERS, name_error
 from pipeline.transports.inproc.broker import InprocBroker, InprocReply, broker_for
 from pipeline.transports.inproc.options import DESTINATION_PREFIX, InprocOptions
@@ -50,6 +57,16 @@ class InprocSink:
                 given_bytes=size,
             )
         await self._broker.publish(destination, InprocReply(key, body, dict(headers)))
+
+    async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
+        """See `actors.ports.ListSink`."""
+        for number, record in enumerate(records):
+            try:
+                await self.publish(record.destination, record.key, record.body, record.headers)
+            except PublishError as error:
+                tell(number, error)
+            else:
+                tell(number, None)
 
     async def aclose(self) -> None:
         """Nothing to close."""

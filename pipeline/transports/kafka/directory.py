@@ -66,10 +66,7 @@ class TopicDirectory:
 
     async def find(self, client: Any, topic: str) -> Verdict:
         """Whether a topic can be written to. Raises nothing; waits for one answer at most."""
-        known = self._known.get(topic)
-        if known is not None:
-            known.used_at = self._clock()
-            self._known.move_to_end(topic)
+        if self.knows(topic):
             return "exists"
         absent = self._absent.get(topic)
         if absent is not None:
@@ -84,6 +81,14 @@ class TopicDirectory:
                 if not answer.done():
                     await self._ask(client, [topic, *self._waiting])
         return answer.result()
+
+    def knows(self, topic: str) -> bool:
+        """Has it been found? `find` would answer at once then."""
+        known = self._known.get(topic)
+        if known is not None:
+            known.used_at = self._clock()
+            self._known.move_to_end(topic)
+        return known is not None
 
     def forget(self, topic: str) -> None:
         """A send failed as if it were gone: look again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -29,9 +29,16 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.partitioner import DefaultPartitioner
 
-from actors.ports import Metrics, NoMetrics, PublishError, RecordTooLargeForBroker, Source
+from actors.ports import (
+    Metrics,
+    NoMetrics,
+    PublishError,
+    Record,
+    RecordTooLargeForBroker,
+    Source,
+    Told,
+)
 from pipeline.transports.broker_names import reply_to_error
 from pipeline.transports.kafka.admin import closed_in_time, words
 from pipeline.transports.kafka.cluster import ClusterFacts, survey
@@ -39,7 +46,9 @@ from pipeline.transports.kafka.deliveries import key_of_id
 from pipeline.transports.kafka.directory import TopicDirectory
 from pipeline.transports.kafka.limits import topic_limit
 from pipeline.transports.kafka.options import KafkaOptions, topic_error
+from pipeline.transports.kafka.record import KafkaRecord, partition_of
 from pipeline.transports.kafka.security import client_settings
+from pipeline.transports.kafka.sent_list import SentList
 from pipeline.transports.kafka.source import KafkaSource
 
 log = structlog.get_logger(__name__)
@@ -54,37 +63,8 @@ _FAULT_FOR_S = 12.0
 """Above egress' longest wait between two tries: a fault lasts as long as tries fail."""
 _WHY = {"missing": "it does not exist", "forbidden": "not allowed", "invalid": "no topic name"}
 _PERMANENT = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError, InvalidTopicError)
+_TOO_LARGE = (MessageSizeTooLargeError, RecordListTooLargeError)
 _BROKEN_PRODUCER = (OutOfOrderSequenceNumber, ProducerClosed, ProducerFenced)
-
-
-class Record:
-    """What is published. `order_key`: unless empty it says which partition, instead of the key."""
-
-    __slots__ = ("body", "headers", "key", "order_key")
-
-    def __init__(
-        self, key: bytes, body: bytes, headers: Mapping[str, bytes], order_key: bytes
-    ) -> None:
-        self.key = key
-        self.body = body
-        self.headers = list(headers.items())
-        self.order_key = order_key
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
-
-    async def partition(self, producer: AIOKafkaProducer, topic: str) -> int | None:
-        """None: the client's own choice, by the key."""
-        if not self.order_key:
-            return None
-        return await _partition_of(producer, topic, self.order_key)
-
-
-async def _partition_of(producer: AIOKafkaProducer, topic: str, key: bytes) -> int:
-    """Where Kafka's own partitioner puts this key."""
-    partitions = sorted(await producer.partitions_for(topic))
-    return int(DefaultPartitioner()(key, partitions, partitions))
 
 
 class KafkaSink:
@@ -159,7 +139,7 @@ class KafkaSink:
             async with timeout:
                 producer = await self._ready_producer()
                 await self._find_topic(producer, destination)
-                record = Record(key_of_id(key), body, headers, key_of_id(order_key or ""))
+                record = KafkaRecord(key_of_id(key), body, headers, key_of_id(order_key or ""))
                 await self._send(producer, destination, record)
         except PublishError as error:
             self._note_failure(destination, error)
@@ -174,7 +154,50 @@ class KafkaSink:
             self._n_failures = 0
         self._metrics.count("sink_records_total", transport="kafka")
 
-    async def _send(self, producer: AIOKafkaProducer, topic: str, record: Record) -> None:
+    async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
+        """See `actors.ports.ListSink`. What asks for more than an ordinary send is told to come alone."""
+        sent = SentList(len(records), tell)
+        timeout = asyncio.timeout(self._options.request_timeout_ms / 1000)
+        self._bounds.add(timeout)
+        producer: AIOKafkaProducer | None = None
+        try:
+            # What is not told by the end comes alone, and meets the same error there.
+            with contextlib.suppress(TimeoutError, KafkaError, PublishError):
+                async with timeout:
+                    producer = await self._ready_producer()
+                    self._prune(producer)
+                    for number, record in enumerate(records):
+                        if self._is_ordinary(record):
+                            sent.sent(number, await self._queued(producer, record))
+                    await sent.acknowledged()
+        finally:
+            self._bounds.discard(timeout)
+            refused = sent.end()
+            self._metrics.count("sink_records_total", sent.n_acknowledged, transport="kafka")
+        if sent.n_acknowledged == len(records) and any(
+            record.destination in self._own for record in records
+        ):
+            self._n_failures = 0
+        for number, error in refused:
+            if isinstance(error, KafkaError) and not isinstance(error, _TOO_LARGE):
+                await self._failed(producer, records[number].destination, error)
+
+    def _is_ordinary(self, record: Record) -> bool:
+        """A topic that is known, and takes a record of this size beside others."""
+        topic = record.destination
+        limit = self._topics.limit(topic)
+        fits = record.size_bytes + RECORD_OVERHEAD_BYTES <= self._options.max_request_size
+        return self._topics.knows(topic) and fits and (limit is None or limit >= self._batch_bytes)
+
+    async def _queued(self, producer: AIOKafkaProducer, record: Record) -> asyncio.Future[Any]:
+        topic, key = record.destination, key_of_id(record.key)
+        headers = [*record.headers.items()]
+        sent: asyncio.Future[Any] = await producer.send(
+            topic, record.body, key=key, headers=headers
+        )
+        return sent
+
+    async def _send(self, producer: AIOKafkaProducer, topic: str, record: KafkaRecord) -> None:
         given = record.size_bytes
         limit = self._topics.limit(topic)
         if limit is not None and given + RECORD_OVERHEAD_BYTES > limit:
@@ -193,21 +216,23 @@ class KafkaSink:
             try:
                 await sent
                 return
-            except (MessageSizeTooLargeError, RecordListTooLargeError):
+            except _TOO_LARGE:
                 # The batch was refused, perhaps for a neighbour's sake: the topic's limit is below
                 # what we were told, so from here on its records travel alone.
                 await self._read_limit(topic)
         try:
             await self._send_alone(producer, topic, record)
-        except (MessageSizeTooLargeError, RecordListTooLargeError):
+        except _TOO_LARGE:
             await self._read_limit(topic)
             raise self._too_large(topic, given) from None
 
-    async def _send_alone(self, producer: AIOKafkaProducer, topic: str, record: Record) -> None:
+    async def _send_alone(
+        self, producer: AIOKafkaProducer, topic: str, record: KafkaRecord
+    ) -> None:
         """A batch of this record only, on the partition that it would have had anyway."""
         batch = producer.create_batch()
         batch.append(timestamp=None, key=record.key, value=record.body, headers=record.headers)
-        partition = await _partition_of(producer, topic, record.order_key or record.key)
+        partition = await partition_of(producer, topic, record.order_key or record.key)
         # A batch that waits for its turn while the producer is stopped is never sent, and another
         # one behind it would wait for that: so one waits at a time, and not for a dead producer.
         async with self._queueing:
@@ -333,6 +358,9 @@ class KafkaSink:
             raise PublishError("Kafka does not answer", retryable=True)
         if verdict != "exists":
             raise self._unwritable(topic, _WHY[verdict])
+        self._prune(producer)
+
+    def _prune(self, producer: AIOKafkaProducer) -> None:
         now = time.monotonic()
         if now > self._pruned_at + _PRUNE_EVERY_S:
             self._pruned_at = now

@@ -43,7 +43,8 @@ from pipeline.transports.kafka.fencing import (
     supports_fencing,
 )
 from pipeline.transports.kafka.options import KafkaOptions
-from pipeline.transports.kafka.sink import RECORD_OVERHEAD_BYTES, KafkaSink, Record
+from pipeline.transports.kafka.record import KafkaRecord
+from pipeline.transports.kafka.sink import RECORD_OVERHEAD_BYTES, KafkaSink
 from pipeline.transports.kafka.source import KafkaSource
 
 log = structlog.get_logger(__name__)
@@ -53,7 +54,7 @@ FULL = 512
 _BOUND_SHARE = 0.8
 """Of the broker's own time-out: we give a transaction up before the broker does."""
 _FAULT_AFTER = 3
-_gathering: ContextVar[list[tuple[str, Record]]] = ContextVar("gathering")
+_gathering: ContextVar[list[tuple[str, KafkaRecord]]] = ContextVar("gathering")
 
 
 class _Result:
@@ -68,11 +69,11 @@ class _Result:
         self.deliver = deliver
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.outcome: str | None = None
-        self.records: list[tuple[str, Record]] | None = None
+        self.records: list[tuple[str, KafkaRecord]] | None = None
 
     async def gather(self) -> None:
         """Have everything published into `records`."""
-        found: list[tuple[str, Record]] = []
+        found: list[tuple[str, KafkaRecord]] = []
         token = _gathering.set(found)
         try:
             self.outcome = await self.deliver()
@@ -128,7 +129,7 @@ class TransactionalSink(KafkaSink):
             )
         return producer
 
-    async def _send(self, producer: AIOKafkaProducer, topic: str, record: Record) -> None:
+    async def _send(self, producer: AIOKafkaProducer, topic: str, record: KafkaRecord) -> None:
         """Gathered only. What will not fit is told now, so that it can be split."""
         limit = self._topics.limit(topic) or self._options.max_request_size
         if record.size_bytes + RECORD_OVERHEAD_BYTES > min(limit, self._options.max_request_size):
@@ -240,7 +241,7 @@ class TransactionalSink(KafkaSink):
         return True
 
     async def _send_all(
-        self, producer: AIOKafkaProducer, records: Sequence[tuple[str, Record]]
+        self, producer: AIOKafkaProducer, records: Sequence[tuple[str, KafkaRecord]]
     ) -> None:
         """In their order; returns when the brokers have them. Raises the first error."""
         sent: list[asyncio.Future[Any]] = []

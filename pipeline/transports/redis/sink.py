@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,52 +48,11 @@ from pipeline.transports.redis.options import (
     STREAM_PREFIX,
     RedisQueueOptions,
 )
+from pipeline.transports.redis.shared_writes import PIPELINES, Publisher, SharedWrites, Waiting
 
-_PIPELINES = 2
-_BATCH_RECORDS = 128
-_BATCH_BYTES = 8 * 1024 * 1024
 _FAULT_AFTER = 3
 _FAULT_FOR_S = 12.0
 """Above egress' longest wait between two tries: a fault lasts as long as tries fail."""
-
-
-class _Publisher:
-    """Whoever waits in `publish` or `publish_all`. `woken` is set when it was appointed to send (`leads`)
-    or has all outcomes; `left`: outcomes that are missing; `gone`: it was cancelled, nobody would wake."""
-
-    __slots__ = ("gone", "leads", "left", "tell", "woken")
-
-    def __init__(self, left: int, tell: Told) -> None:
-        self.left = left
-        self.tell = tell
-        self.woken = asyncio.Event()
-        self.leads = False
-        self.gone = False
-
-
-class _Waiting:
-    """One record of a publisher. `is_ours`: for a place that the operator has to make writable."""
-
-    __slots__ = ("append", "by", "done", "is_ours", "number", "size_bytes")
-
-    def __init__(
-        self, by: _Publisher, number: int, append: Append, size_bytes: int, is_ours: bool
-    ) -> None:
-        self.by = by
-        self.number = number
-        self.append = append
-        self.size_bytes = size_bytes
-        self.is_ours = is_ours
-        self.done = False
-
-    def resolve(self, error: PublishError | None) -> None:
-        if self.done or self.by.gone:
-            return
-        self.done = True
-        self.by.left -= 1
-        self.by.tell(self.number, error)
-        if not self.by.left:
-            self.by.woken.set()
 
 
 class RedisSink:
@@ -109,9 +67,8 @@ class RedisSink:
         self._options = options
         self._one_place = one_place
         self._metrics = metrics or NoMetrics()
-        self._client = make_writer(options, connections=_PIPELINES)
-        self._queue: deque[_Waiting] = deque()  # bounded by the publishers, each waits for its own
-        self._leaders = 0
+        self._client = make_writer(options, connections=PIPELINES)
+        self._shared = SharedWrites(self._write_by_node)
         self._n_failures, self._failure, self._last_failure_at = 0, "", 0.0
         self.max_record_bytes: int | None = options.max_record_bytes
         self.dead_letter_destination = STREAM_PREFIX + options.dead_letter_stream
@@ -185,31 +142,17 @@ class RedisSink:
 
     async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
         """See `actors.ports.ListSink`."""
-        publisher = _Publisher(len(records), tell)
+        publisher = Publisher(len(records), tell)
+        waiting = []
         for number, record in enumerate(records):
             try:
-                waiting = self._waiting(publisher, number, record)
+                waiting.append(self._waiting(publisher, number, record))
             except PublishError as error:
                 publisher.left -= 1
                 tell(number, error)
-            else:
-                self._queue.append(waiting)
-        self._appoint()
-        try:
-            while publisher.left:
-                await publisher.woken.wait()
-                publisher.woken.clear()
-                if publisher.leads and publisher.left:
-                    await self._send_batch()
-                    self._step_down(publisher)
-        finally:
-            if publisher.left:
-                publisher.gone = True
-                self._queue = deque(w for w in self._queue if w.by is not publisher)
-            if publisher.leads:
-                self._step_down(publisher)
+        await self._shared.send(publisher, waiting)
 
-    def _waiting(self, publisher: _Publisher, number: int, record: Record) -> _Waiting:
+    def _waiting(self, publisher: Publisher, number: int, record: Record) -> Waiting:
         size, limit = record.size_bytes, self.max_record_bytes
         if limit is not None and size > limit:
             raise RecordTooLargeForBroker(
@@ -218,64 +161,30 @@ class RedisSink:
                 given_bytes=size,
             )
         append = self._append_of(record)
-        return _Waiting(publisher, number, append, size, self._is_ours(record.destination))
+        return Waiting(publisher, number, append, size, self._is_ours(record.destination))
 
     async def aclose(self) -> None:
         await close_client(self._client, self._options.close_timeout_s)
 
-    # --- one publisher sends for all that wait --------------------------------------------------
-
-    def _appoint(self) -> None:
-        """Let the first waiting publisher send, while a connection is free."""
-        if self._leaders >= _PIPELINES:
-            return
-        for waiting in self._queue:
-            if not waiting.by.leads:
-                waiting.by.leads = True
-                self._leaders += 1
-                waiting.by.woken.set()
-                return
-
-    def _step_down(self, publisher: _Publisher) -> None:
-        publisher.leads = False
-        self._leaders -= 1
-        self._appoint()
-
-    async def _send_batch(self) -> None:
-        batch: list[_Waiting] = []
-        size = 0
-        while self._queue and len(batch) < _BATCH_RECORDS and size < _BATCH_BYTES:
-            waiting = self._queue.popleft()
-            batch.append(waiting)
-            size += waiting.size_bytes
-        if not batch:
-            return
-        try:
-            await self._write_by_node(batch)
-        except BaseException:
-            # Cancelled in between: whether it arrived is unknown, so the others send theirs again.
-            self._queue.extendleft(w for w in reversed(batch) if not (w.done or w.by.gone))
-            raise
-
-    async def _write_by_node(self, batch: list[_Waiting]) -> None:
+    async def _write_by_node(self, batch: list[Waiting]) -> None:
         """One node of a cluster that fails holds up no reply on another."""
         if not self._options.cluster:
             return await self._write(batch)
-        parts: dict[str, list[_Waiting]] = {}
+        parts: dict[str, list[Waiting]] = {}
         for waiting in batch:
             parts.setdefault(await self._node_of(waiting), []).append(waiting)
         async with asyncio.TaskGroup() as group:
             for part in parts.values():
                 group.create_task(self._write(part))
 
-    async def _node_of(self, waiting: _Waiting) -> str:
+    async def _node_of(self, waiting: Waiting) -> str:
         try:
             await self._client.initialize()
             return str(self._client.get_node_from_key(waiting.append.key).name)
         except (RedisError, OSError, TimeoutError):
             return ""  # the write itself says what is wrong
 
-    async def _write(self, batch: list[_Waiting]) -> None:
+    async def _write(self, batch: list[Waiting]) -> None:
         calls = self._calls_of(batch)
         try:
             answers = await self._execute(calls)
@@ -300,17 +209,17 @@ class RedisSink:
             with contextlib.suppress(RedisError, OSError):
                 await reconnect_if_wrong(self._client, wrong)
 
-    def _calls_of(self, batch: list[_Waiting]) -> list[list[_Waiting]]:
+    def _calls_of(self, batch: list[Waiting]) -> list[list[Waiting]]:
         """What one call of the script writes: what it treats alike; in a cluster, where its keys must
         lie together, one record."""
         if self._options.cluster:
             return [[waiting] for waiting in batch]
-        alike: dict[tuple[Any, ...], list[_Waiting]] = {}
+        alike: dict[tuple[Any, ...], list[Waiting]] = {}
         for waiting in batch:
             alike.setdefault(waiting.append.head, []).append(waiting)
         return list(alike.values())
 
-    async def _execute(self, calls: list[list[_Waiting]]) -> list[Any]:
+    async def _execute(self, calls: list[list[Waiting]]) -> list[Any]:
         """One answer per call; those of a server that does not know the script yet are sent again."""
         answers = await self._run(calls, "EVALSHA", SHA)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
@@ -320,7 +229,7 @@ class RedisSink:
                 answers[i] = answer
         return answers
 
-    async def _run(self, calls: list[list[_Waiting]], command: str, script: str) -> list[Any]:
+    async def _run(self, calls: list[list[Waiting]], command: str, script: str) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipe:
             for call in calls:
                 words = call_of([waiting.append for waiting in call])

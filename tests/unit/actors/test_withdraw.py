@@ -33,7 +33,11 @@ def station() -> tuple[Egress, InFlightTable, Any]:
         clock=SystemClock(),
         metrics=RecordingMetrics(),
     )
-    return egress, table, SimpleNamespace(name="r", order="none")
+    return (
+        egress,
+        table,
+        SimpleNamespace(name="r", order="key", destination=SimpleNamespace(takes_lists=True)),
+    )
 
 
 def admitted(table: InFlightTable, route: Any, number: int, **given: Any) -> InFlight:

@@ -62,7 +62,7 @@ async def test_random_cancellations_leave_nobody_waiting(seed: int) -> None:
     assert all(
         r is None or isinstance(r, PublishError | asyncio.CancelledError) for r in results
     ), results
-    assert (sink._leaders, len(sink._queue), sink.running) == (0, 0, 0)
+    assert sink._shared.idle and not sink.running
     assert sink.most <= 2
 
 

@@ -1,0 +1,66 @@
+"""What has ended and waits to leave, by route.
+
+Who calls it: egress alone.
+What must stay true: a destination that hangs holds up its own route alone; a list is short enough to be
+encoded in one go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from actors.messages import InFlight, Outgoing
+from actors.ordering import KeyOrder
+from actors.route import Route
+from schemas.errors import EmbedstreamError
+
+LIST_REQUESTS, LIST_ITEMS = 128, 512
+"""A list ends at either: what it holds is encoded in one go and waits for one acknowledgement (512 vectors
+of 1,024 float32 are 2 MB)."""
+
+
+class Outbox:
+    """Of one route: one by one in `queue`, in lists where its destination takes them, in lines by `order`."""
+
+    def __init__(self, route: Route, max_waiting: int, refusal_slots: int) -> None:
+        self.queue: asyncio.Queue[Outgoing] = asyncio.Queue(max_waiting + refusal_slots)
+        self.lists: asyncio.Queue[InFlight] = asyncio.Queue(max_waiting)
+        self.takes_lists = leaves_in_lists(route)
+        self.refusals = asyncio.Semaphore(refusal_slots)
+        self.order: KeyOrder[Outgoing] = KeyOrder()
+
+    async def next_list(self) -> list[InFlight]:
+        """What has ended and leaves together; waits for the first."""
+        some = [await self.lists.get()]
+        n_items = some[0].request.n_items
+        with contextlib.suppress(asyncio.QueueEmpty):
+            while len(some) < LIST_REQUESTS and n_items < LIST_ITEMS:
+                some.append(self.lists.get_nowait())
+                n_items += some[-1].request.n_items
+        return some
+
+
+def leaves_in_lists(route: Route) -> bool:
+    """Are its results written many at a time? What has a place in a line or in a transaction is not."""
+    return route.destination.takes_lists and route.order == "none" and route.transactions is None
+
+
+def outgoing_of(in_flight: InFlight) -> Outgoing:
+    return Outgoing(
+        route=in_flight.route,
+        deliveries=in_flight.deliveries,
+        request_id=in_flight.request.id,
+        outcome=outcome_label(in_flight),
+        in_flight=in_flight,
+        ticket=in_flight.ticket,
+    )
+
+
+def outcome_label(in_flight: InFlight) -> str:
+    if in_flight.failure is not None:
+        return in_flight.failure.code
+    n_errors = sum(isinstance(outcome, EmbedstreamError) for outcome in in_flight.outcomes)
+    if n_errors == 0:
+        return "ok"
+    return "partial" if n_errors < len(in_flight.outcomes) else "all_items_failed"
