@@ -252,7 +252,7 @@ class Dispatcher:
         self._metrics.observe("batch_tokens", n_tokens, model=model)
         self._metrics.observe("forward_seconds", took_s, model=model)
         self._metrics.count("padding_avoided_tokens_total", avoided, model=model)
-        log.info(
+        log.debug(
             "batch_forwarded",
             model=model,
             n_items=n_items,

@@ -61,7 +61,8 @@ class InFlight:
         self.tokens = [0] * n
         self.truncated = [False] * n
         self.n_open = n
-        self.redelivered = any(delivery.redelivered for delivery in self.deliveries)
+        for delivery in self.deliveries:
+            self.redelivered = self.redelivered or delivery.redelivered
 
     @property
     def order_key(self) -> str | None:
@@ -102,19 +103,28 @@ class InFlight:
         return self.request.deadline_ms is not None and epoch_ms >= self.request.deadline_ms
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One encoded item on its way into a batch."""
+    """One encoded item on its way into a batch.
 
-    item: EncodedItem
-    owner: InFlight
-    index: int
-    enqueued_at: float
-    key: bytes | None = None  # `actors.result_cache.key_of`, where results are shared
+    key: `actors.result_cache.key_of`, where results are shared. n_tokens: the item's cost.
+    """
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self.item.input_ids)
+    __slots__ = ("enqueued_at", "index", "item", "key", "n_tokens", "owner")
+
+    def __init__(
+        self,
+        item: EncodedItem,
+        owner: InFlight,
+        index: int,
+        enqueued_at: float,
+        key: bytes | None = None,
+    ) -> None:
+        self.item = item
+        self.owner = owner
+        self.index = index
+        self.enqueued_at = enqueued_at
+        self.key = key
+        self.n_tokens = len(item.input_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,10 +85,9 @@ class Packer:
 
     def add(self, entries: Iterable[Entry], lane: Lane) -> None:
         """Append to a lane."""
-        queue = self._lanes[lane]
-        for entry in entries:
-            queue.append(entry)
-            self._tokens[lane] += entry.n_tokens
+        entries = list(entries)
+        self._lanes[lane].extend(entries)
+        self._tokens[lane] += sum([entry.n_tokens for entry in entries])
 
     def oldest_at(self, lane: Lane) -> float | None:
         """When the lane's first item was queued, or None."""
@@ -164,41 +163,40 @@ class Packer:
         while queue and _is_dead(queue[0], epoch_ms):
             self._remove(lane, 0, dropped)
 
-    def _remove(self, lane: Lane, position: int, into: list[Entry]) -> Entry:
+    def _remove(self, lane: Lane, position: int, into: list[Entry]) -> None:
         queue = self._lanes[lane]
         entry = queue[position]
         del queue[position]
         self._tokens[lane] -= entry.n_tokens
         into.append(entry)
-        return entry
 
     def _fill(self, lane: Lane, take: Take, room: int, epoch_ms: int, *, alone_ok: bool) -> int:
         """Move entries that fit in `room` tokens from `lane` into the batch; returns their tokens."""
-        queue = self._lanes[lane]
+        queue, batch = self._lanes[lane], take.batch
+        max_items, max_position = self.policy.max_batch_items, self.policy.max_reorder_items
         taken = 0
         if self.policy.group_lengths and queue:
             self._bring_near_lengths_forward(queue)
         position = 0
-        while position < len(queue) and position <= self.policy.max_reorder_items:
-            if len(take.batch) >= self.policy.max_batch_items:
-                break
+        while position < len(queue) and position <= max_position and len(batch) < max_items:
             entry = queue[position]
             if _is_dead(entry, epoch_ms):
                 self._remove(lane, position, take.dropped)
                 continue
             n_tokens = entry.n_tokens
-            fits = n_tokens <= room
-            travels_alone = alone_ok and not take.batch and position == 0
-            if not fits and not travels_alone:
+            travels_alone = alone_ok and not batch and position == 0
+            if n_tokens > room and not travels_alone:
                 position += 1
                 continue
-            self._remove(lane, position, take.batch)
+            del queue[position]
+            batch.append(entry)
             take.places.append((lane, position))
-            take.n_tokens += n_tokens
             taken += n_tokens
             room -= n_tokens
             if room <= 0:
                 break
+        self._tokens[lane] -= taken
+        take.n_tokens += taken
         return taken
 
     def _bring_near_lengths_forward(self, queue: deque[Entry]) -> None:
@@ -210,4 +208,5 @@ class Packer:
 
 
 def _is_dead(entry: Entry, epoch_ms: int) -> bool:
-    return entry.owner.closed or entry.owner.expired(epoch_ms)
+    owner = entry.owner
+    return owner.closed or owner.expired(epoch_ms)

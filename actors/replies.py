@@ -55,8 +55,16 @@ def build_reply(
     request = finished.request
     if finished.failure is not None:
         return FailureReply(id=request.id, error=finished.failure, metadata=request.metadata)
+    plain = (
+        isinstance(request, EmbedRequest)
+        and request.dtype == "float32"
+        and request.outputs in ((), ("dense",))
+    )
     items = [
-        _item_reply(finished, index, outcome) for index, outcome in enumerate(finished.outcomes)
+        _plain_item(finished, index, outcome)
+        if plain and type(outcome) is ItemResult and outcome.is_dense_only
+        else _item_reply(finished, index, outcome)
+        for index, outcome in enumerate(finished.outcomes)
     ]
     prompt_tokens = sum(finished.tokens)
     if isinstance(request, RerankRequest):
@@ -111,6 +119,17 @@ def _ranked(items: list[ItemReply], request: RerankRequest) -> list[ItemReply]:
     if request.top_n is not None:
         hits = hits[: request.top_n]
     return hits + errors
+
+
+def _plain_item(finished: Finished, index: int, outcome: ItemResult) -> ItemReply:
+    """What nearly every item of a reply is: one float32 vector."""
+    assert outcome.dense is not None
+    return ItemReply(
+        index=index,
+        embedding=outcome.dense.astype("<f4", copy=False).tobytes(),
+        tokens=finished.tokens[index],
+        truncated=finished.truncated[index],
+    )
 
 
 def _item_reply(finished: Finished, index: int, outcome: ItemOutcome | None) -> ItemReply:

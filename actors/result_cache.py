@@ -34,7 +34,7 @@ def key_of(model: str, item: EncodedItem) -> bytes | None:
     if item.token_type_ids is not None:
         digest.update(b"types")
         digest.update(item.token_type_ids.tobytes())
-    for name in sorted(item.extras):
+    for name in sorted(item.extras) if item.extras else ():
         array = item.extras[name]
         if not isinstance(array, np.ndarray) or array.dtype.hasobject:
             return None
@@ -87,12 +87,18 @@ class ResultCache:
 
 
 def _n_bytes(result: ItemResult) -> int:
+    if result.is_dense_only:
+        assert result.dense is not None
+        return result.dense.nbytes
     arrays = (result.dense, result.scores, result.multivector, *(result.sparse or ()))
     return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _own(result: ItemResult) -> ItemResult:
     """A copy: a row of a batch's array would keep the whole batch, and its maker may write there."""
+    if result.is_dense_only:
+        assert result.dense is not None
+        return ItemResult(dense=_frozen(result.dense))
     return replace(
         result,
         dense=None if result.dense is None else _frozen(result.dense),
