@@ -217,7 +217,10 @@ class PublishSettings(Record, frozen=True, kw_only=True):
     max_concurrent: Annotated[
         int,
         Meta(
-            ge=1, le=65_536, description="Replies of one route on their way to the broker at once."
+            ge=1,
+            le=65_536,
+            description="Writes of one route on their way to the broker at once: a reply, or a list of "
+            "those that have ended meanwhile.",
         ),
     ] = 64
     split_replies: Annotated[

@@ -20,7 +20,10 @@ import pytest
 from actors.ports import (
     Deadline,
     Delivery,
+    ListSink,
     NoMetrics,
+    PublishError,
+    Record,
     RecordTooLargeForBroker,
     Source,
     SourceClosed,
@@ -322,6 +325,46 @@ class TransportSuite:
             kept = {b"%d" % i for i in range(100) if i % 3}
             arrived = await harness.replies(destination, lambda found: kept <= set(found))
             assert kept <= set(arrived)
+
+    async def test_a_list_is_published_as_its_records_would_be(self, harness: Harness) -> None:
+        """One that cannot be published fails alone; each is told once, and durable when it is told."""
+        place = harness.reply_destination()
+        async with running(harness.options()) as transport:
+            sink, limit = transport.sink, transport.sink.max_record_bytes
+            assert isinstance(sink, ListSink) and limit is not None
+            await sink.publish(place, "first", b"first", {})
+            bodies = [b"%d" % i for i in range(300)]
+            bodies[7] = b"L" * (limit + 4096)
+            told: list[tuple[int, PublishError | None]] = []
+            records = [Record(place, f"k{i}", body, {}) for i, body in enumerate(bodies)]
+            async with asyncio.timeout(WAIT_S):
+                await sink.publish_all(records, lambda *outcome: told.append(outcome))
+            assert sorted(number for number, _ in told) == list(range(300))
+            assert [number for number, error in told if error is not None] == [7]
+            assert Counter(
+                await harness.replies(place, lambda found: len(found) >= 300)
+            ) == Counter([b"first", *bodies[:7], *bodies[8:]])
+
+    async def test_a_cancelled_list_hurts_no_neighbour(self, harness: Harness) -> None:
+        places = [harness.reply_destination() for _ in range(2)]
+        async with running(harness.options()) as transport:
+            sink = transport.sink
+            assert isinstance(sink, ListSink)
+            for place in places:
+                await sink.publish(place, "first", b"first", {})
+            lists = [[Record(p, f"{p}{i}", b"%d" % i, {}) for i in range(200)] for p in places]
+            told: list[int] = []
+            cut = asyncio.ensure_future(sink.publish_all(lists[0], lambda *_: None))
+            kept = asyncio.ensure_future(sink.publish_all(lists[1], lambda n, _: told.append(n)))
+            await asyncio.sleep(0)
+            cut.cancel()
+            async with asyncio.timeout(WAIT_S):
+                await kept
+                await asyncio.gather(cut, return_exceptions=True)
+                await sink.publish(places[1], "last", b"last", {})
+            assert sorted(told) == list(range(200))
+            found = await harness.replies(places[1], lambda found: b"last" in found)
+            assert len(found) == 202
 
     async def test_destinations_outside_the_allow_list_are_refused(self, harness: Harness) -> None:
         async with running(harness.options()) as transport:

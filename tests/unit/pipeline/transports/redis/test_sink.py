@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as ConnectionFailed
 from redis.exceptions import NoPermissionError, ResponseError
 
-from actors.ports import PublishError
+from actors.ports import PublishError, Record
 from pipeline.transports.redis.options import RedisOptions
 from pipeline.transports.redis.sink import RedisSink
 
@@ -62,6 +62,47 @@ async def test_random_cancellations_leave_nobody_waiting(seed: int) -> None:
     assert all(
         r is None or isinstance(r, PublishError | asyncio.CancelledError) for r in results
     ), results
+    assert sink._shared.idle and not sink.running
+    assert sink.most <= 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_random_cancellations_of_lists_leave_nobody_waiting(seed: int) -> None:
+    """Every list that was not cancelled hears of each of its records once, and the sink is idle afterwards."""
+    sink, chance = ScriptedSink(seed, fail_share=0.1), random.Random(seed)
+    told: dict[int, list[tuple[int, PublishError | None]]] = {}
+    sizes: dict[int, int] = {}
+    tasks: list[asyncio.Task[None]] = []
+    async with asyncio.timeout(10):
+        for i in range(60):
+            n = sizes[i] = chance.randrange(0, 300)
+            heard = told[i] = []
+            records = [
+                Record(
+                    "list:embedstream.x",
+                    "r",
+                    b"denied" if chance.random() < 0.01 else b"%d" % k,
+                    {},
+                )
+                for k in range(n)
+            ]
+            tasks.append(
+                asyncio.ensure_future(
+                    sink.publish_all(records, lambda n, e, heard=heard: heard.append((n, e)))  # type: ignore[misc]
+                )
+            )
+            while chance.random() < 0.3:
+                await asyncio.sleep(0)
+            if chance.random() < 0.3:
+                chance.choice(tasks).cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for i, result in enumerate(results):
+        numbers = [number for number, _ in told[i]]
+        assert len(set(numbers)) == len(numbers)
+        if result is None:
+            assert sorted(numbers) == list(range(sizes[i]))
+        else:
+            assert isinstance(result, asyncio.CancelledError)
     assert sink._shared.idle and not sink.running
     assert sink.most <= 2
 
