@@ -55,6 +55,7 @@ class Reject:
 
 
 Decision = Accept | Wait | Reject
+_ACCEPT = Accept()
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Admission:
             )
         full = self.full_reason(lane, cost_bytes)
         if full is None:
-            return Accept()
+            return _ACCEPT
         if self.budgets[lane].full_policy == "wait":
             return Wait(full)
         return Reject(Overloaded(f"the {lane} lane is full ({full}); try again later"))

@@ -42,16 +42,16 @@ class InFlight:
     payload: object = None
     answer: Answer | None = None
     ticket: Ticket[Outgoing] | None = None
-    outcomes: list[ItemOutcome | None] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
+    outcomes: list[ItemOutcome | None] = field(init=False)
+    tokens: list[int] = field(init=False)
+    truncated: list[bool] = field(init=False)
     prompt: str | None = None
     labels: tuple[str, ...] = ()
     failure: EmbedstreamError | None = None
     closed: bool = False
     charged_tokens: int = 0
     redelivered: bool = False
-    n_open: int = 0
+    n_open: int = field(init=False)
     first_forward_at: float | None = None
     forward_s: float = 0.0
 

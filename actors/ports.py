@@ -310,8 +310,7 @@ class Clock(Protocol):
 class SystemClock:
     """The real clock."""
 
-    def monotonic(self) -> float:
-        return time.monotonic()
+    monotonic = staticmethod(time.monotonic)
 
     def epoch_ms(self) -> int:
         return time.time_ns() // 1_000_000

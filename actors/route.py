@@ -27,9 +27,9 @@ T = TypeVar("T")
 Order: TypeAlias = Literal["none", "key", "partition"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Decoded:
-    """What a record asks for.
+    """What a record asks for. Never changed.
 
     request     what to compute. No items (`EmbedRequest(id=..., input=())`): nothing, the
                 destination gets it at once (a delete, a document that did not change). Many: they are
