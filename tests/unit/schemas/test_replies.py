@@ -11,6 +11,7 @@ import msgpack
 import msgspec
 import pytest
 
+from schemas._encode import _is_plain, _plain_to_wire, item_to_wire
 from schemas.codec import decode_reply, encode_reply, join_parts, split_reply
 from schemas.errors import (
     BY_CODE,
@@ -433,3 +434,22 @@ def test_joining_costs_nothing_when_a_part_announces_too_many() -> None:
                  part=0, parts=2**62)  # fmt: skip
     with pytest.raises(InvalidRequest, match="missing"):
         join_parts([part])
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 70_000])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_short_way_of_a_plain_item_writes_what_the_long_one_does(
+    tokens: int, truncated: bool
+) -> None:
+    reply = reply_of(2)
+    item = ItemReply(index=7, embedding=vector(1, 2, 3), tokens=tokens, truncated=truncated)
+    assert _is_plain(item)
+    short, long = _plain_to_wire(item, "float32"), item_to_wire(item, reply, BOTH[0], "bytes")
+    assert list(short.items()) == list(long.items())
+    others = (("id", "x"), ("document", "d"), ("scale", 0.5), ("scales", [1.0]),
+                        ("sparse", Sparse([1], [1.0])), ("multivector", [b""]), ("spans", [(0, 1)]),
+                        ("scores", {"a": 1.0}), ("relevance_score", 0.0), ("error", TooLong("x")),
+                        ("tokens", None), ("truncated", None), ("embedding", None))  # fmt: skip
+    for name, value in others:
+        assert not _is_plain(msgspec.structs.replace(item, **{name: value}))
+    assert {name for name, _ in others} == {*ItemReply.__struct_fields__} - {"index"}
