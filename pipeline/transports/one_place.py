@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.ports import Sink
+from actors.ports import ListSink, Sink
 
 
 class OnePlace:
@@ -21,6 +21,10 @@ class OnePlace:
         self.max_record_bytes = replies.max_record_bytes
         # Prefixed, because the place of replies on another broker may have the same name.
         self.dead_letter_destination = f"dead-letters:{beside.dead_letter_destination}"
+        if isinstance(replies, ListSink):
+            self.publish_all = (
+                replies.publish_all
+            )  # lists hold replies; only then are we a `ListSink`
 
     def default_destination(self, request_id: str) -> str:
         """See `Sink`."""

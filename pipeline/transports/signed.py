@@ -11,7 +11,7 @@ import hmac
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from actors.ports import Sink
+from actors.ports import ListSink, Record, Sink, Told
 
 _MARK = "?sig="
 _DOMAIN = b"embedstream reply_to\0"
@@ -60,6 +60,9 @@ class SignedDestinations:
         self._keys = tuple(keys)
         self.max_record_bytes = sink.max_record_bytes
         self.dead_letter_destination = sink.dead_letter_destination
+        if isinstance(sink, ListSink):
+            self._lists = sink
+            self.publish_all = self._publish_all  # only then are we a `ListSink`
 
     def default_destination(self, request_id: str) -> str:
         """See `Sink`."""
@@ -88,6 +91,11 @@ class SignedDestinations:
     ) -> None:
         """See `Sink`."""
         await self._sink.publish(_plain(destination), key, body, headers, order_key=order_key)
+
+    async def _publish_all(self, records: Sequence[Record], tell: Told) -> None:
+        """See `ListSink`."""
+        bare = [Record(_plain(one.destination), one.key, one.body, one.headers) for one in records]
+        await self._lists.publish_all(bare, tell)
 
     async def aclose(self) -> None:
         """See `Sink`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from actors.ports import ListSink, Record, Told
 from pipeline.cli import commands as cli
 from pipeline.transports.signed import SignedDestinations, read_keys, sign
 
@@ -104,3 +105,21 @@ def test_the_command_signs_with_the_first_key(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["sign", "ok.shop", "--key-file", str(path)])
     assert result.output == sign("ok.shop", KEY) + "\n"
     assert cli.main(["sign", "ok.shop", "--key-file", str(tmp_path / "none")]) != 0
+
+
+async def test_lists_go_to_the_bare_names_where_the_sink_takes_lists() -> None:
+    assert not isinstance(SignedDestinations(RecordingSink(), (KEY,)), ListSink)
+
+    class RecordingListSink(RecordingSink):
+        async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
+            for number, record in enumerate(records):
+                self.published.append((record.destination, record.key))
+                tell(number, None)
+
+    inner, told = RecordingListSink(), []
+    sink = SignedDestinations(inner, (KEY,))
+    assert isinstance(sink, ListSink)
+    records = [Record(sign("ok.shop", KEY), "k", b"x", {}), Record("default", "l", b"y", {})]
+    await sink.publish_all(records, lambda number, error: told.append((number, error)))
+    assert inner.published == [("ok.shop", "k"), ("default", "l")]
+    assert told == [(0, None), (1, None)]
