@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -60,6 +60,10 @@ class Egress:
         self._clock = clock
         self._metrics = metrics
         self._retry = RetryingWriter(policy, policy.attempts, clock=clock, metrics=metrics)
+        self._attempts = policy.attempts
+        self._retry_tried = RetryingWriter(
+            policy, policy.attempts - 1, clock=clock, metrics=metrics
+        )
         # To release what stands in a line would let what stands behind it overtake.
         self._retry_in_line = RetryingWriter(policy, None, clock=clock, metrics=metrics)
         self._max_waiting = max_waiting
@@ -72,9 +76,13 @@ class Egress:
     def _outbox(self, route: Route) -> Outbox:
         outbox = self._outboxes.get(route.name)
         if outbox is None:
-            outbox = Outbox(route, self._max_waiting, self._refusal_slots)
+            outbox = Outbox(route, self._attempts, self._max_waiting, self._refusal_slots)
             self._outboxes[route.name] = outbox
         return outbox
+
+    def takes_lists(self, route: Route) -> bool:
+        """Does `run_lists` have anything to do for this route?"""
+        return self._outbox(route).takes_lists
 
     # --- called by the other stations; only `refuse` waits ---------------------------------------
 
@@ -177,6 +185,7 @@ class Egress:
         started = self._clock.monotonic()
         left = dict(enumerate(some))
         gone: list[tuple[InFlight, float]] = []
+        refused: Collection[int] = ()
 
         def done(number: int) -> None:
             in_flight = left.pop(number)
@@ -187,7 +196,7 @@ class Egress:
 
         try:
             finished = [(one, self._infos[one.model]) for one in some]
-            await route.destination.deliver_all(finished, done)
+            refused = await route.destination.deliver_all(finished, done)
         except Exception as error:
             log.error(
                 "publisher_failed",
@@ -203,8 +212,10 @@ class Egress:
             raise
         finally:
             self._note_all(route, gone, started)
-        for in_flight in left.values():
-            outbox.queue.put_nowait(outgoing_of(in_flight))  # alone, with all the patience it needs
+        if refused:
+            self._metrics.count("publish_retries_total", len(refused))
+        for number, in_flight in left.items():  # alone, with all the patience that it needs
+            outbox.queue.put_nowait(outgoing_of(in_flight, tried=number in refused))
 
     def _leave(self, in_flight: InFlight) -> None:
         self._table.remove(in_flight)
@@ -261,7 +272,9 @@ class Egress:
 
         Raises `GaveUp` to have the record released.
         """
-        retry = self._retry if outgoing.ticket is None else self._retry_in_line
+        retry = self._retry_tried if outgoing.tried else self._retry
+        if outgoing.ticket is not None:
+            retry = self._retry_in_line
         letter, kind, outcome = outgoing.dead_letter, outgoing.dead_letter_kind, outgoing.outcome
         try:
             undelivered = await self._to_destination(outgoing, retry)

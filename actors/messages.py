@@ -133,7 +133,8 @@ class Outgoing:
 
     in_flight: an admitted request, whose budgets are refunded afterwards. refusal: the answer to a
     record that was not admitted. Neither: only the dead letter. outcome: "ok", "partial" or an error
-    code, the metric's label. ticket: the place in its line, on an ordered route.
+    code, the metric's label. ticket: the place in its line, on an ordered route. tried: with a list,
+    which did not deliver it.
     """
 
     route: Route
@@ -145,3 +146,4 @@ class Outgoing:
     dead_letter: EmbedstreamError | None = None
     dead_letter_kind: DeadLetterKind = "failed"
     ticket: Ticket[Outgoing] | None = None
+    tried: bool = False

@@ -23,10 +23,10 @@ of 1,024 float32 are 2 MB)."""
 class Outbox:
     """Of one route: one by one in `queue`, in lists where its destination takes them, in lines by `order`."""
 
-    def __init__(self, route: Route, max_waiting: int, refusal_slots: int) -> None:
+    def __init__(self, route: Route, attempts: int, max_waiting: int, refusal_slots: int) -> None:
         self.queue: asyncio.Queue[Outgoing] = asyncio.Queue(max_waiting + refusal_slots)
         self.lists: asyncio.Queue[InFlight] = asyncio.Queue(max_waiting)
-        self.takes_lists = leaves_in_lists(route)
+        self.takes_lists = leaves_in_lists(route, attempts)
         self.refusals = asyncio.Semaphore(refusal_slots)
         self.order: KeyOrder[Outgoing] = KeyOrder()
 
@@ -41,12 +41,16 @@ class Outbox:
         return some
 
 
-def leaves_in_lists(route: Route) -> bool:
-    """Are its results written many at a time? What has a place in a line or in a transaction is not."""
+def leaves_in_lists(route: Route, attempts: int) -> bool:
+    """Are its results written many at a time? What has a place in a line or in a transaction is not, nor
+    what may be tried only once: a list would be the first of two tries."""
+    if attempts < 2:
+        return False
     return route.destination.takes_lists and route.order == "none" and route.transactions is None
 
 
-def outgoing_of(in_flight: InFlight) -> Outgoing:
+def outgoing_of(in_flight: InFlight, *, tried: bool = False) -> Outgoing:
+    """The one request, to leave alone."""
     return Outgoing(
         route=in_flight.route,
         deliveries=in_flight.deliveries,
@@ -54,6 +58,7 @@ def outgoing_of(in_flight: InFlight) -> Outgoing:
         outcome=outcome_label(in_flight),
         in_flight=in_flight,
         ticket=in_flight.ticket,
+        tried=tried,
     )
 
 

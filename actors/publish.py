@@ -208,7 +208,7 @@ class ReplyDestination(Destination):
 
     async def deliver_all(
         self, finished: Sequence[tuple[Finished, ModelInfo]], done: Callable[[int], None]
-    ) -> None:
+    ) -> set[int]:
         """Publish those replies that are one record of ordinary size."""
         assert self._lists is not None
         records: list[Record] = []
@@ -221,8 +221,11 @@ class ReplyDestination(Destination):
                 records.append(record)
                 numbers.append(number)
 
+        refused: dict[int, PublishError] = {}
+
         def tell(place: int, error: PublishError | None) -> None:
             if error is not None:
+                refused[numbers[place]] = error
                 return
             one = finished[numbers[place]][0]
             if self._recent is not None and one.answer is None and _is_final(one):
@@ -230,6 +233,10 @@ class ReplyDestination(Destination):
             done(numbers[place])
 
         await self._lists.publish_all(records, tell)
+        if refused:
+            reason = str(next(iter(refused.values())))
+            log.warning("list_not_published", records=len(refused), reason=reason)
+        return set(refused)
 
     def _as_one_record(self, finished: Finished, info: ModelInfo) -> Record | None:
         """None: large, in parts, or not to be built: `deliver` sees to it."""

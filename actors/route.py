@@ -11,7 +11,7 @@ it could not, and egress applies one set of rules to all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
@@ -227,13 +227,17 @@ class Destination(ABC):
 
     async def deliver_all(
         self, finished: Sequence[tuple[Finished, ModelInfo]], done: Callable[[int], None]
-    ) -> None:
-        """Try to make each of these results durable, once and together: what many cost less together.
+    ) -> Collection[int]:
+        """Try to make each of these results durable, once and together: many cost less together.
 
         `done(number)` is to be called when that result is durable and nothing of it is undelivered. All
         for which it was not called when this returns or raises are given to `deliver`, one by one, which
         may write them again. Only on routes without an order and without transactions.
+
+        Returns:
+            The numbers of those that were written and not taken: that counts as a try.
         """
+        return ()
 
     @abstractmethod
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:

@@ -23,7 +23,6 @@ from actors.egress import Egress
 from actors.housekeeping import Housekeeping
 from actors.in_flight import InFlightTable
 from actors.ingress import Ingress
-from actors.outbox import leaves_in_lists
 from actors.packing import PackingPolicy
 from actors.ports import Clock, Metrics
 from actors.publish import PublishPolicy, ReplyDestination
@@ -78,7 +77,7 @@ class Graph:
                 start(f"transactions.{route.name}", route.transactions.run, NO_RESTART)
             for number in range(self._publishers_of(route)):
                 start(f"publisher.{route.name}.{number}", _bind(self.egress.run, route))
-                if leaves_in_lists(route):
+                if self.egress.takes_lists(route):
                     start(
                         f"publisher.{route.name}.lists.{number}",
                         _bind(self.egress.run_lists, route),

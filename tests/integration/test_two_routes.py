@@ -65,8 +65,7 @@ async def test_a_route_whose_broker_hangs_does_not_hold_up_the_others() -> None:
     async with running(brokers, PublishSettings(max_concurrent=2)):
         for i in range(5):
             await brokers["one"].put(msgpack.packb({"id": f"r{i}", "input": "x"}))
-        for _ in range(2):
-            await entered.acquire()
+        await entered.acquire()  # one list may hold all five
         async with asyncio.timeout(10):
             replies = await brokers["two"].submit(msgpack.packb({"id": "b", "input": "x"}))
     assert len(replies) == 1
