@@ -216,12 +216,7 @@ class PublishSettings(Record, frozen=True, kw_only=True):
     ] = 5_000.0
     max_concurrent: Annotated[
         int,
-        Meta(
-            ge=1,
-            le=65_536,
-            description="Writes of one route on their way to the broker at once: a reply, or a list of "
-            "those that have ended meanwhile.",
-        ),
+        Meta(ge=1, le=65_536, description="Writes of one route at once: of a reply, or of a list."),
     ] = 64
     split_replies: Annotated[
         bool,
