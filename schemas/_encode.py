@@ -138,7 +138,8 @@ def _document(document: Document) -> Any:
 
 def _item(item: Item, content_type: ContentType) -> Any:
     if isinstance(item, Text):
-        return item.text
+        spans = [list(span) for span in item.spans]
+        return {"text": item.text, "spans": spans} if spans else item.text
     if isinstance(item, Image):
         data = item.data
         wire: dict[str, Any] = {

@@ -22,6 +22,7 @@ from ._record import (
 from .errors import EmptyInput, InvalidRequest
 from .requests import (
     MAX_MESSAGES,
+    MAX_SPANS,
     ROLES,
     Conversation,
     Document,
@@ -29,6 +30,7 @@ from .requests import (
     Item,
     Limits,
     Message,
+    Span,
     Text,
     TokenIds,
 )
@@ -132,8 +134,10 @@ def _check_entry_fields(
 
 
 def _input_map(entry: dict[str, Any], path: str, record: Record) -> Item:
-    _check_entry_fields(entry, ("text", "image", "messages"), path, record)
-    text, image = entry.get("text"), entry.get("image")
+    _check_entry_fields(entry, ("text", "image", "messages", "spans"), path, record)
+    text, image, spans = entry.get("text"), entry.get("image"), entry.get("spans")
+    if spans is not None and (not isinstance(text, str) or set(entry) & {"image", "messages"}):
+        raise InvalidRequest("spans are parts of a text that stands alone", path=f"{path}.spans")
     if entry.get("messages") is not None:
         if text is not None or image is not None:
             raise InvalidRequest("messages exclude text and image", path=path)
@@ -143,8 +147,23 @@ def _input_map(entry: dict[str, Any], path: str, record: Record) -> Item:
     if image is None:
         if text is None:
             raise InvalidRequest("an item needs text, image or messages", path=path)
-        return Text(text)
+        return Text(text, () if spans is None else _spans(spans, len(text), f"{path}.spans"))
     return Image(_image_bytes(image, f"{path}.image"), text)
+
+
+def _spans(value: Any, length: int, path: str) -> tuple[Span, ...]:
+    if not isinstance(value, list) or not value:
+        refuse("a non-empty list of [from, to)", path)
+    if len(value) > MAX_SPANS:
+        raise InvalidRequest(
+            f"a text may have {MAX_SPANS} spans", path=path, limit=MAX_SPANS, given=len(value)
+        )
+    for i, one in enumerate(value):
+        if not isinstance(one, list) or len(one) != 2 or set(map(type, one)) != {int}:
+            refuse("[from, to), two whole numbers", f"{path}[{i}]")
+        if not 0 <= one[0] < one[1] <= length:
+            refuse(f"from < to, within the {length} characters of the text", f"{path}[{i}]")
+    return tuple((start, end) for start, end in value)
 
 
 def _conversation(value: Any, path: str, record: Record) -> Conversation:

@@ -11,7 +11,7 @@ takes only what that field may hold, after its declared length was compared with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Annotated, Any, Final, NoReturn, TypeAlias
 
 import msgpack
 import msgspec
@@ -30,13 +30,14 @@ from ._record import (
 )
 from .errors import ContentType, InvalidRequest, UndecodableRecord
 from .headers import MSGPACK
-from .requests import Limits
+from .requests import MAX_SPANS, Limits
 
 _SCALAR: Final = msgspec.msgpack.Decoder(str | int | float | bool | None)
 _BYTES: Final = msgspec.msgpack.Decoder(bytes)
 _MAP: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _TEXTS: Final = msgspec.msgpack.Decoder(list[str])
 _IDS: Final = msgspec.msgpack.Decoder(list[int])
+_SPANS: Final = msgspec.msgpack.Decoder(list[Annotated[list[int], msgspec.Meta(max_length=2)]])
 _RAWS: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _MAX_OUTPUTS: Final = 64
 _Field: TypeAlias = Callable[[str, msgspec.Raw, str, Limits], Any]
@@ -262,11 +263,31 @@ def _map(raw: msgspec.Raw, path: str, limits: Limits, field: _Field) -> dict[str
 def _entry_field(name: str, raw: msgspec.Raw, path: str, limits: Limits) -> Any:
     if name == "messages":
         return _messages(raw, f"{path}.messages", limits)
+    if name == "spans":
+        return _spans(raw, f"{path}.spans", limits)
     if name not in _ENTRY_FIELDS:
         return None
     if _kind(memoryview(raw)[0]) == "bin":
         return _BYTES.decode(raw)
     return _scalar(raw, f"{path}.{safe_name(name)}", limits)
+
+
+def _spans(raw: msgspec.Raw, path: str, limits: Limits) -> Any:
+    """Lists of whole numbers, no deeper."""
+    head = bytes(memoryview(raw)[:5])
+    if _kind(head[0]) != "list":
+        return _scalar(raw, path, limits)
+    if _length(head) > MAX_SPANS:
+        raise InvalidRequest(
+            f"a text may have {MAX_SPANS} spans", path=path, limit=MAX_SPANS, given=_length(head)
+        )
+    try:
+        return _SPANS.decode(raw)
+    except msgspec.ValidationError as error:
+        at = str(error).partition(" - at `$")[2].partition("]")[0]
+        raise InvalidRequest(
+            "expected [from, to), two whole numbers", path=f"{path}{at}]"
+        ) from None
 
 
 def _messages(raw: msgspec.Raw, path: str, limits: Limits) -> Any:

@@ -30,6 +30,8 @@ LANES: tuple[Lane, ...] = ("interactive", "bulk")
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 MAX_MESSAGES = 256
 """Of one conversation."""
+MAX_SPANS = 4096
+"""Of one text: each has a vector of its own in the reply."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +51,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the encoded `metadata` map -> `invalid_request`."""
 
 
+Span: TypeAlias = tuple[int, int]
+"""[from, to), in code points of a text."""
+
+
 class Text(msgspec.Struct, frozen=True):
-    """One text. Never empty by construction: the tokenizer decides what empty means."""
+    """One text. Never empty by construction: the tokenizer decides what empty means.
+
+    spans: late chunking where the sender cuts: one vector for each of these, instead of one of the text.
+    """
 
     text: str
+    spans: tuple[Span, ...] = ()
 
 
 class TokenIds(msgspec.Struct, frozen=True):

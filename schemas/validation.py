@@ -37,6 +37,7 @@ from .requests import (
     Limits,
     RerankRequest,
     ScoreRequest,
+    Text,
 )
 
 SCHEMA_VERSION: Final = 1
@@ -275,8 +276,16 @@ def _build_embed(record: Record, values: dict[str, Any], limits: Limits) -> AnyR
     for i, item in enumerate(items):
         if isinstance(item, Conversation):
             raise Unsupported("embed takes no messages", path=f"$.input[{i}].messages")
+        if isinstance(item, Text) and item.spans:
+            _check_beside_spans(values, f"$.input[{i}].spans")
     values["input"] = items
     return EmbedRequest(**values)
+
+
+def _check_beside_spans(values: dict[str, Any], path: str) -> None:
+    for name in ("aggregate", "chunk_tokens", "outputs", "truncate"):
+        if values.get(name, "error") != "error":
+            raise InvalidRequest(f"spans and {name} exclude each other", path=path)
 
 
 def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> AnyRequest:
@@ -284,6 +293,8 @@ def _build_classify(record: Record, values: dict[str, Any], limits: Limits) -> A
     for i, item in enumerate(items):
         if isinstance(item, Image):
             raise Unsupported("classify takes no images", path=f"$.input[{i}].image")
+        if isinstance(item, Text) and item.spans:
+            raise Unsupported("classify takes no spans", path=f"$.input[{i}].spans")
     values["input"] = items
     return ClassifyRequest(**values)
 

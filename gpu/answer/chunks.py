@@ -22,6 +22,7 @@ from gpu.batch import (
     pack,
 )
 from gpu.encode.long_texts import CHUNKS
+from gpu.encode.spans import SPANS
 from gpu.pooler import NORM_EPS, flaw
 from schemas.errors import EmbedstreamError
 
@@ -121,7 +122,17 @@ def _average(item: EncodedItem, outcomes: Sequence[ItemOutcome], normalize: bool
     return flaw(mean, unit) or ItemResult(dense=mean)
 
 
-def spans_of(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
+def spans_of(item: EncodedItem) -> list[tuple[int, int]]:
+    """The item's own tokens [from, to) of each vector that late chunking asks for; none: it does not."""
+    if SPANS in item.extras:
+        return [(int(start), int(end)) for start, end in item.extras[SPANS]]
+    if item.options.chunk_tokens is None:
+        return []
+    skipped = item.pooled_from if item.pooled_from < item.n_tokens else 0
+    return equal_spans(skipped, item.n_tokens, item.options.chunk_tokens)
+
+
+def equal_spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """[start, end) cut into the fewest spans of at most `chunk_tokens`, as equal as possible."""
     n = -(-(end - start) // chunk_tokens)
     bounds = [start + (end - start) * i // n for i in range(n + 1)]

@@ -117,14 +117,13 @@ class Outputs(nn.Module):
     def _late_chunks(
         self, batch: PackedBatch, hidden: torch.Tensor, segments: Segments, copies: CopyOut
     ) -> Arriving[ItemOutcome]:
-        """Rows that asked for `chunk_tokens`: the mean of each span, as the dense vector is made."""
+        """Rows of late chunking: the mean of each span, finished as a dense vector is."""
         chunked: list[tuple[int, tuple[tuple[int, int], ...], bool, Ticket]] = []
         for row, item in enumerate(batch.items):
-            if item.options.chunk_tokens is None:
+            spans = spans_of(item)
+            if not spans:
                 continue
-            start, end = segments.starts[row], segments.ends[row]
-            skipped = segments.pooled_from[row] if start + segments.pooled_from[row] < end else 0
-            spans = spans_of(skipped, end - start, item.options.chunk_tokens)
+            start = segments.starts[row]
             starts = tuple(start + a for a, _ in spans)
             ends = tuple(start + b for _, b in spans)
             pooled = pool(hidden, Segments(starts, ends, (0,) * len(spans)), "mean")

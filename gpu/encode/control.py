@@ -80,6 +80,11 @@ class ControlTokens:
         parts = [self._replacements.get(int(i), np.asarray([i], dtype=np.int32)) for i in ids]
         return np.concatenate(parts).astype(np.int32, copy=False)
 
+    def places(self, ids: Int32) -> npt.NDArray[np.int64]:
+        """[n] ids -> [n + 1]: where each stands in what `spell` makes of them, and where that ends."""
+        lengths = [len(self._replacements.get(int(i), (0,))) for i in ids]
+        return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
     def constant(self, text: str) -> Int32:
         """Ids of the owner's text behind a sender's. It has to start with a control token that strips
         nothing, so that the two never join. Raises `ModelLoadError`."""

@@ -52,6 +52,12 @@ def too_long(index: int, given: int, limit: int, around: str = "") -> TooLong:
     )
 
 
+def reraise_unless_fault(error: BaseException) -> None:
+    """A panic of the Rust library is no `Exception`, but a fault of one text all the same."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 def empty(path: str, index: int) -> EmptyInput:
     """The error of item `index` at `path`, of which no token is left."""
     return EmptyInput(

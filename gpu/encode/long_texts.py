@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu.batch import EncodedItem, Int32, ItemOptions
+from gpu.encode.spans import first_with_spans
 from gpu.folder.spec import ModelSpec
 from gpu.folder.static import STATIC_TYPES
 from schemas.errors import EmbedstreamError, TooLong, Unsupported
@@ -25,24 +26,26 @@ next batch, and a lease has to outlast that."""
 
 
 def check_long(request: EmbedRequest, outputs: Sequence[Output], spec: ModelSpec) -> None:
-    """Raises `Unsupported` when the model cannot do what `aggregate` or `chunk_tokens` asks."""
-    if spec.model_type in STATIC_TYPES:
-        for name in ("aggregate", "chunk_tokens"):
-            if getattr(request, name) is not None:
-                raise Unsupported(
-                    f"{name} is for models that read a text in context, this one does not",
-                    path=f"$.{name}",
-                )
+    """Raises `Unsupported` when the model cannot do what `aggregate`, `chunk_tokens` or spans ask."""
+    asked = [name for name in ("aggregate", "chunk_tokens") if getattr(request, name) is not None]
+    if (at := first_with_spans(request)) is not None:
+        asked.append(f"input[{at}].spans")
+    if spec.model_type in STATIC_TYPES and asked:
+        raise Unsupported(
+            f"{asked[0]} is for models that read a text in context, this one does not",
+            path=f"$.{asked[0]}",
+        )
     if request.aggregate is not None and (tuple(outputs) != ("dense",) or spec.pooling is None):
         raise Unsupported(
             f"aggregate averages dense vectors, and {', '.join(outputs)} was asked for",
             path="$.aggregate",
         )
-    if request.chunk_tokens is not None and spec.pooling != "mean":
+    late = [name for name in asked if name != "aggregate"]
+    if late and spec.pooling != "mean":
         raise Unsupported(
-            "chunk_tokens pools spans of one forward, which only a model with mean pooling allows; "
+            "late chunking pools spans of one forward, which only a model with mean pooling allows; "
             f"this one has {spec.pooling or 'no'} pooling",
-            path="$.chunk_tokens",
+            path=f"$.{late[0]}",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.errors import Unsupported
-from schemas.requests import EmbedRequest
+from schemas.requests import EmbedRequest, Text
 
 SLACK_TOKENS = 2
 """Where prompt and text meet, both may be spelled with other tokens than alone."""
@@ -43,3 +43,11 @@ def text_measure(encoder: Any, *, prompt: str | None, prompt_name: str | None) -
     if room < 8:
         raise Unsupported("the prompt leaves no room for a text", limit=8, given=max(room, 0))
     return TextMeasure(tokenizer_json, told_prompt, room)
+
+
+def check_late(encoder: Any) -> None:
+    """Raises `Unsupported` unless the model of this encoder can make vectors of a text's spans."""
+    request = EmbedRequest(id="late", input=(Text("late", ((0, 4),)),))
+    (found,) = encoder.encode([request])
+    if isinstance(found, Unsupported):
+        raise Unsupported(f"late chunking: {found.message}")

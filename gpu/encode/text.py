@@ -20,13 +20,14 @@ import numpy as np
 from gpu.batch import EncodedItem, EncodedRequest, Int32, ItemOptions
 from gpu.encode.control import ControlTokens
 from gpu.encode.conversations import Conversations, Laid, assembled, no_conversations
-from gpu.encode.cut import cut_to, empty, known_ids, too_long
+from gpu.encode.cut import cut_to, empty, known_ids, reraise_unless_fault, too_long
 from gpu.encode.joined import as_given, joined
 from gpu.encode.labels import with_labels
 from gpu.encode.late import beside, both_sides, expanded, named, of_queries
 from gpu.encode.long_texts import chunked
 from gpu.encode.pairs import PairAssembler, PairPlan
 from gpu.encode.prompts import NO_IDS, Prompts
+from gpu.encode.spans import CutText, in_spans
 from gpu.encode.supported import check_request
 from gpu.encode.template import Template, learn_template
 from gpu.faults import ModelLoadError
@@ -60,6 +61,7 @@ class _Plan:
 
     texts: where its texts start in the call. prompt_at: where its prompt alone stands, or None.
     lead: ids that stand for the beginning of the prompt, put before the content and never cut.
+    before: the rest of the prompt, which is tokenized together with each text.
     """
 
     request: AnyRequest
@@ -68,6 +70,7 @@ class _Plan:
     texts: list[int] = field(default_factory=list)
     prompt_at: int | None = None
     lead: Int32 = field(default_factory=lambda: NO_IDS)
+    before: str = ""
     prompt_name: str | None = None
     pairs: PairPlan | None = None
     laid: dict[int, Laid | EmbedstreamError] = field(default_factory=dict)
@@ -209,9 +212,10 @@ class TextEncoder:
             name = request.prompt_name or self.spec.default_prompt_name
             plan.prompt_name = name if self.spec.names_matter else None
             plan.lead, prompt = self._prompts.lead(name, prompt)
+        plan.before = prompt or ""
         for index, item in enumerate(request.input):
             if isinstance(item, Text):
-                add((prompt or "") + (item.text.strip() if self._strip else item.text))
+                add(plan.before + (item.text.strip() if self._strip else item.text))
             elif isinstance(item, Conversation):
                 plan.laid[index] = self._lay(item, index, texts)
         if prompt and plan.texts:
@@ -235,7 +239,7 @@ class TextEncoder:
         try:
             encodings = self._batch(texts, add_special_tokens=False)
         except BaseException as error:  # noqa: BLE001 - one odd text must not fail the others
-            _reraise_unless_fault(error)
+            reraise_unless_fault(error)
             return [self._content(text) for text in texts]
         return [
             self._control.spell(np.asarray(encoding.ids, dtype=np.int32)) for encoding in encodings
@@ -247,7 +251,7 @@ class TextEncoder:
         try:
             ids = self._batch([clean], add_special_tokens=False)[0].ids
         except BaseException as error:  # noqa: BLE001 - whatever this text did, it did to itself
-            _reraise_unless_fault(error)
+            reraise_unless_fault(error)
             return ModelError(f"the tokenizer cannot take this text: {type(error).__name__}")
         return self._control.spell(np.asarray(ids, dtype=np.int32))
 
@@ -267,6 +271,13 @@ class TextEncoder:
             if isinstance(item, Text):
                 content = contents[next(places)]
                 encoded = self._single(plan, index, item.text, content, prompt_ids)
+                if item.spans and isinstance(encoded, EncodedItem):
+                    lengths = (
+                        len(self._template.prefix) + len(plan.lead),
+                        len(self._template.suffix),
+                    )
+                    cut = CutText(item, index, plan.before, *lengths, strip=self._strip)
+                    encoded = in_spans(encoded, cut, self._tokenizer, self._control)
             elif isinstance(item, TokenIds):
                 encoded = self._verbatim(plan, index, item.ids)
             elif isinstance(item, Conversation):
@@ -386,9 +397,3 @@ class TextEncoder:
 
 def _aggregates(request: AnyRequest) -> bool:
     return isinstance(request, EmbedRequest) and request.aggregate is not None
-
-
-def _reraise_unless_fault(error: BaseException) -> None:
-    """A panic of the Rust library is no `Exception`, but a fault of one text all the same."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error

@@ -21,6 +21,7 @@ from gpu.batch import EncodedItem, Int32
 from gpu.encode.cut import cut_to
 from gpu.encode.folder_tokenizer import folder_tokenizer, is_slow_siglip, unusable
 from gpu.encode.images import ImageLimits, open_image, require_pillow
+from gpu.encode.spans import first_with_spans
 from gpu.encode.text import Content, EmptyPolicy, TextEncoder, _Plan
 from gpu.faults import ModelLoadError
 from gpu.folder.fingerprint import with_tokenizer
@@ -59,6 +60,8 @@ class _ImageEncoder(TextEncoder, ABC):
             for name in ("aggregate", "chunk_tokens"):
                 if getattr(request, name) is not None:
                     return Unsupported(f"this model cannot {name}", path=f"$.{name}")
+            if (at := first_with_spans(request)) is not None:
+                return Unsupported("this model takes no spans", path=f"$.input[{at}].spans")
         return super()._plan(request, texts)
 
     def _image(self, plan: _Plan, index: int, item: Image) -> EncodedItem | EmbedstreamError:

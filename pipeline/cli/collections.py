@@ -42,6 +42,9 @@ def index(
         int | None, typer.Option("--chunk-tokens", help="Tokens of a chunk; else what fits.")
     ] = None,
     overlap: Annotated[int, typer.Option("--overlap", help="Tokens that chunks share.")] = 0,
+    late: Annotated[
+        bool, typer.Option("--late", help="Late chunking: the model reads the document whole.")
+    ] = False,
     by: Annotated[
         Literal["sentences", "markdown", "tokens"] | None,
         typer.Option("--by", help="Where chunks are cut; folders: markdown, else sentences."),
@@ -75,6 +78,7 @@ def index(
             metadata=metadata,
             chunk_tokens=chunk_tokens,
             overlap=overlap,
+            late=late,
             by=by,
             model=model,
             config=config,
@@ -145,6 +149,7 @@ def reindex(
         int | None, typer.Option("--chunk-tokens", help="Tokens of a chunk; else what fits.")
     ] = None,
     overlap: Annotated[int | None, typer.Option("--overlap", help="As for `index`.")] = None,
+    late: Annotated[bool | None, typer.Option("--late", help="As for `index`.")] = None,
     by: Annotated[
         Literal["sentences", "markdown", "tokens"] | None,
         typer.Option("--by", help="As for `index`."),
@@ -174,6 +179,7 @@ def reindex(
             dimensions=dimensions,
             chunk_tokens=chunk_tokens,
             overlap=overlap,
+            late=late,
             by=by,
             model=model,
             config=config,

@@ -51,6 +51,7 @@ class IndexCommand:
     metadata: str | None = None
     chunk_tokens: int | None = None
     overlap: int = 0
+    late: bool = False
     by: str | None = None
     model: str | None = None
     config: Path | None = None
@@ -96,6 +97,7 @@ def _route_flags(command: IndexCommand) -> dict[str, Any]:
         "chunk.by": by,
         "chunk.max_tokens": command.chunk_tokens,
         "chunk.overlap": command.overlap or None,
+        "chunk.late": command.late or None,
     }
     return {f"routes.files.{name}": value for name, value in flags.items() if value is not None}
 

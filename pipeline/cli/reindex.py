@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeline.indexing.sinks.base import Collection
     from pipeline.oneoff import InprocService
     from pipeline.settings.load import Settings
+    from schemas.requests import Text
 
 PASSES = 3
 """Passes over a collection that changes meanwhile; what then still changes is told."""
@@ -56,6 +57,7 @@ class ReindexCommand:
     dimensions: int | None = None
     chunk_tokens: int | None = None
     overlap: int | None = None
+    late: bool | None = None
     by: str | None = None
     model: str | None = None
     config: Path | None = None
@@ -97,6 +99,7 @@ def _options(
         "max_tokens": command.chunk_tokens,
         "overlap": command.overlap,
         "by": command.by,
+        "late": command.late,
     }
     given = {k: v for k, v in flags.items() if v is not None}
     cut = {k: v for k, v in cutting.items() if v is not None}
@@ -134,6 +137,7 @@ async def _reindex(
         old = await stack.enter_async_context(reading(command.url))
         service = await stack.enter_async_context(run_inproc(settings))
         info, chunker, identity = _prepared(service, name, document, chunk)
+        _check_overlap(old, chunk)
         await _open(new, identity)
         total = (await old.status()).n_documents
         with ItemProgress("documents", total) as progress:
@@ -199,6 +203,18 @@ def _prepared(
     return info, chunker, identity
 
 
+def _check_overlap(old: Collection, chunk: ChunkOptions) -> None:
+    """Late chunking reads a document as its stored chunks make it, one behind the other."""
+    assert old.identity is not None
+    told = old.identity.chunking
+    if chunk.late and " overlap=0" not in told:
+        raise OperatorError(
+            f"{old.where} holds chunks that overlap ({told}), from which late chunking would read what "
+            "they share twice: index the documents themselves again",
+            exit_status=ExitStatus.USAGE,
+        )
+
+
 async def _open(new: Collection, identity: CollectionIdentity) -> None:
     from pipeline.indexing.identity import WrongCollection
     from pipeline.indexing.sinks.base import StoreUnavailable
@@ -226,23 +242,32 @@ def _embedder(service: InprocService, model: str, document: DocumentOptions) -> 
     }
     given = {k: v for k, v in options.items() if v is not None}
 
-    async def one(texts: Sequence[str]) -> list[Any]:
+    async def one(texts: Sequence[Text]) -> list[Any]:
+        spans = [text.spans for text in texts]
         request = {
-            "id": "reindex", "task": "embed", "model": model, "input": list(texts),
-            "truncate": "right", **given,
+            "id": "reindex", "task": "embed", "model": model, **given,
+            "input": [
+                {"text": text.text, "spans": text.spans} if text.spans else text.text
+                for text in texts
+            ],
         }  # fmt: skip
+        if not any(spans):
+            request["truncate"] = "right"
         reply = await asked(service, request)
         return [
             item.error
             if isinstance(item.error, EmbedstreamError)
-            else np.frombuffer(item.embedding or b"", dtype="<f4")
+            else [
+                np.frombuffer(vector, dtype="<f4")
+                for vector in item.multivector or [item.embedding or b""]
+            ]
             for item in reply.items
         ]
 
-    async def embed(texts: Sequence[str]) -> list[Any]:
+    async def embed(texts: Sequence[Text]) -> list[Any]:
         parts = [texts[i : i + TEXTS_A_REQUEST] for i in range(0, len(texts), TEXTS_A_REQUEST)]
         found = await asyncio.gather(*(one(part) for part in parts))
-        return [vector for part in found for vector in part]
+        return [vectors for part in found for vectors in part]
 
     return embed
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from actors.ports import Delivery, Metrics
 from actors.route import Decoded, Decoder
-from pipeline.indexing.chunking import Chunker
+from pipeline.indexing.chunking import Chunker, Cut
 from pipeline.indexing.mapping import DocumentMapping, Raw
 from pipeline.indexing.options import DocumentOptions
 from pipeline.indexing.records import (
@@ -31,21 +31,22 @@ from pipeline.indexing.records import (
 )
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, ItemTooLarge
-from schemas.requests import EmbedRequest, Limits, Text
+from schemas.requests import EmbedRequest, Limits
 
 T = TypeVar("T")
 _SEQUENCE_BITS = 20
+NOTHING = Cut((), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A document on its way to the destination. texts: of its chunks, None when the ledger says that
-    the same content is stored. replayed: this very version, or a newer one, is stored: there is nothing
+    """A document on its way to the destination. cut: its chunks, None when the ledger says that the
+    same content is stored. replayed: this very version, or a newer one, is stored: there is nothing
     to write, and only a report to make."""
 
     change: Change
     content_hash: str
-    texts: tuple[str, ...] | None
+    cut: Cut | None
     replayed: Outcome | None = None
 
 
@@ -108,18 +109,18 @@ class DocumentDecoder(Decoder):
         pending = seen.pending
         if pending is None:
             return None
-        texts = pending.texts or ()
-        if pending.texts is None and pending.replayed is None:
+        if pending.cut is None and pending.replayed is None:
             self._metrics.count("index_skipped_total", route=self._route, reason="unchanged")
         request = EmbedRequest(
             id=_record_id(delivery),
-            input=tuple(map(Text, texts)),
+            input=() if pending.cut is None else pending.cut.items,
             model=self._model,
             prompt=self.options.prompt,
             prompt_name=self.options.prompt_name,
             dimensions=self.options.dimensions,
-            outputs=("dense",),
-            truncate="right",
+            # A text with spans has a vector for each of them, and is never cut.
+            outputs=() if self._chunker.options.late else ("dense",),
+            truncate="error" if self._chunker.options.late else "right",
         )
         return Decoded(request, payload=pending, order_key=pending.change.document_id)
 
@@ -170,9 +171,8 @@ class DocumentDecoder(Decoder):
             outcome = STALE if change.version.older_than(entry.version) else UNCHANGED
             return Pending(change, content_hash, None, replayed=outcome)
         if change.text is None or same:
-            texts = () if content_hash == DELETED else None
-            return Pending(change, content_hash, texts)
-        return Pending(change, content_hash, tuple(self._chunker.chunks(change.text)))
+            return Pending(change, content_hash, NOTHING if content_hash == DELETED else None)
+        return Pending(change, content_hash, self._chunker.cut(change.text))
 
     def close(self) -> None:
         """Stop the thread."""

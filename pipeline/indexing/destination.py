@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from actors.ports import Delivery, PublishError
 from actors.route import Destination, Finished, Refusal, Retry
-from gpu.batch import ItemResult, ModelInfo
+from gpu.batch import Float32, ItemResult, ModelInfo
 from pipeline.indexing.decoder import Pending
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Chunk, Outcome, Write
@@ -139,16 +139,24 @@ class CollectionDestination(Destination):
             await self._writer.aclose()
 
 
+def vectors_of(result: ItemResult) -> Sequence[Float32]:
+    """One vector for each chunk of an item: of its spans with late chunking, else its own."""
+    if result.multivector is not None:
+        return list(result.multivector)
+    assert result.dense is not None, "an indexing route asks for dense vectors"
+    return [result.dense]
+
+
 def written(pending: Pending, outcomes: Sequence[object]) -> Write:
     """The write of a document whose chunks have these vectors."""
     change = pending.change
     chunks: tuple[Chunk, ...] | None = None
-    if pending.texts is not None:
-        vectors = [one.dense for one in outcomes if isinstance(one, ItemResult)]
-        assert len(vectors) == len(pending.texts) and all(v is not None for v in vectors)
+    if pending.cut is not None:
+        results = [one for one in outcomes if isinstance(one, ItemResult)]
+        vectors = [vector for one in results for vector in vectors_of(one)]
+        assert len(results) == len(pending.cut.items), "one result for each item"
         chunks = tuple(
             Chunk(ordinal, text, vector)
-            for ordinal, (text, vector) in enumerate(zip(pending.texts, vectors, strict=True))
-            if vector is not None
+            for ordinal, (text, vector) in enumerate(zip(pending.cut.texts, vectors, strict=True))
         )
     return Write(change.document_id, change.version, pending.content_hash, chunks, change.metadata)

@@ -69,4 +69,4 @@ class CollectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else text[:36] + "...'"
+    return text if len(text) <= 100 else text[:96] + "...'"

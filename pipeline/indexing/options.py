@@ -87,6 +87,14 @@ class ChunkOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Tokens that a chunk repeats of the one before, at most half of one.",
         ),
     ] = 0
+    late: Annotated[
+        bool,
+        Meta(
+            description="Late chunking: a document goes through the model whole, or in windows as long as "
+            "the model takes, and a chunk's vector is the mean of its tokens, which have seen their "
+            "surroundings. For models with mean pooling; `max_tokens` has to be set."
+        ),
+    ] = False
     by: Annotated[
         Literal["sentences", "markdown", "tokens"],
         Meta(

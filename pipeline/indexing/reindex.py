@@ -22,9 +22,10 @@ from pipeline.indexing.chunking import Chunker
 from pipeline.indexing.records import UNFINISHED, Chunk, Entry, Outcome, Version, Write
 from pipeline.indexing.sinks.base import Collection, Hit, Row
 from schemas.errors import EmbedstreamError
+from schemas.requests import Text
 
-Embed = Callable[[Sequence[str]], Awaitable[Sequence[Float32 | EmbedstreamError]]]
-"""Texts to vectors, one or one error for each, in order."""
+Embed = Callable[[Sequence[Text]], Awaitable[Sequence[Sequence[Float32] | EmbedstreamError]]]
+"""Texts to their vectors, or one error, in order: one vector, or one for each span of a text."""
 
 DOCUMENTS_A_STEP = 64
 NEIGHBOURS = 10
@@ -109,24 +110,20 @@ class Reindexing:
     async def _write(
         self, wanted: list[tuple[Entry, list[_Stored] | None]], totals: Totals
     ) -> None:
-        texts: list[str] = []
-        spans: list[slice] = []
-        for _, stored in wanted:
-            pieces = [piece for one in stored or () for piece in self._fitting(one.text)]
-            spans.append(slice(len(texts), len(texts) + len(pieces)))
-            texts += pieces
-        vectors = await self._embed(texts) if texts else ()
+        cuts = [self._chunker.cut_again([s.text for s in stored or ()]) for _, stored in wanted]
+        items = [item for cut in cuts for item in cut.items]
+        answers = iter(await self._embed(items) if items else ())
         writes: list[Write] = []
-        for (entry, stored), span in zip(wanted, spans, strict=True):
-            found = vectors[span]
+        for (entry, stored), cut in zip(wanted, cuts, strict=True):
+            found = [next(answers) for _ in cut.items]
             error = next((one for one in found if isinstance(one, EmbedstreamError)), None)
             if error is not None:
                 totals.failed.append((entry.document_id, f"{error.code}: {error.message}"))
                 continue
+            vectors = [v for one in found if not isinstance(one, EmbedstreamError) for v in one]
             chunks = tuple(
                 Chunk(ordinal, text, vector)
-                for ordinal, (text, vector) in enumerate(zip(texts[span], found, strict=True))
-                if not isinstance(vector, EmbedstreamError)
+                for ordinal, (text, vector) in enumerate(zip(cut.texts, vectors, strict=True))
             )
             metadata = stored[0].metadata if stored else {}
             writes.append(
@@ -142,11 +139,6 @@ class Reindexing:
         for write, outcome in zip(writes, outcomes, strict=True):
             _count(totals, write, outcome)
 
-    def _fitting(self, text: str) -> list[str]:
-        if self._chunker.count(text) <= self._chunker.max_tokens:
-            return [text]
-        return self._chunker.chunks(text)
-
     async def agreement(self) -> float | None:
         """Mean overlap@10 of the documents that both collections find for sampled chunks, 0 to 1.
 
@@ -154,12 +146,12 @@ class Reindexing:
         """
         shares: list[float] = []
         rows = await self._sampled()
-        vectors = await self._embed([row.text for row in rows]) if rows else ()
-        for row, vector in zip(rows, vectors, strict=True):
-            if isinstance(vector, EmbedstreamError):
+        vectors = await self._embed([Text(row.text) for row in rows]) if rows else ()
+        for row, found in zip(rows, vectors, strict=True):
+            if isinstance(found, EmbedstreamError):
                 continue
             before = _others(await self._old.search(row.vector, _SEARCHED), row.document_id)
-            after = _others(await self._new.search(vector, _SEARCHED), row.document_id)
+            after = _others(await self._new.search(found[0], _SEARCHED), row.document_id)
             if before:
                 shares.append(len(set(before) & set(after)) / len(before))
         return sum(shares) / len(shares) if shares else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from actors.ports import Clock, Metrics, Sink
 from gpu.batch import Encoder, ModelInfo
-from gpu.encode.measure import text_measure
+from gpu.encode.measure import check_late, text_measure
 from pipeline.indexing.chunking import Chunker
 from pipeline.indexing.decoder import DocumentDecoder
 from pipeline.indexing.destination import CollectionDestination
@@ -142,6 +142,8 @@ def chunker_and_identity(
         raise ValueError(f"document.dimensions is {dimensions}; model {info.name} has {told}")
     try:
         measure = text_measure(encoder, prompt=document.prompt, prompt_name=document.prompt_name)
+        if chunk.late:
+            check_late(encoder)
     except Unsupported as error:
         raise ValueError(f"model {info.name}: {error.message}") from error
     chunker = Chunker(chunk, tokenizer_json=measure.tokenizer_json, room=measure.room)

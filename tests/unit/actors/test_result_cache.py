@@ -46,6 +46,10 @@ DIFFERENT = [
     item(extras={"pixel_values": np.zeros((2, 2), np.float32)}),
     item(extras={"pixel_values": np.zeros(4, np.float32)}),
     item(extras={"pixel_values": np.ones((2, 2), np.float32)}),
+    item(extras={"spans": np.asarray([[0, 1], [1, 3]], np.int32)}),
+    item(extras={"spans": np.asarray([[0, 2], [2, 3]], np.int32)}),
+    item(input_ids=IDS[:2], extras={"spans": np.asarray([[0, 1]], np.int32)}),
+    item(extras={"spans": np.asarray([[0, 1]], np.int32)}),
     item(extras={"image_grid": np.zeros((2, 2), np.float32)}),
 ]
 

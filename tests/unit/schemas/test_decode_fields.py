@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from schemas.codec import encode_request
-from schemas.errors import InvalidDimensions, InvalidRequest, ItemTooLarge, TooDeep
+from schemas.errors import InvalidDimensions, InvalidRequest, ItemTooLarge, TooDeep, Unsupported
 from schemas.requests import (
     CancelRequest,
     ClassifyRequest,
@@ -158,6 +158,40 @@ def test_empty_record_misses_its_input(content_type):
         ({**EMBED, "aggregate": "mean", "chunk_tokens": 8}, "$.aggregate"),
         ({**EMBED, "chunk_tokens": 8, "outputs": ["dense"]}, "$.outputs"),
         ({**EMBED, "aggregate": "max"}, "$.aggregate"),
+        *(
+            (
+                {**EMBED, "input": ["y", {"text": "ab", "spans": [[0, 1]]}], **beside},
+                "$.input[1].spans",
+            )
+            for beside in (
+                {"outputs": ["dense"]},
+                {"truncate": "left"},
+                {"chunk_tokens": 8},
+                {"aggregate": "mean"},
+            )
+        ),
+        *(
+            ({**EMBED, "input": [{"text": "ab", "spans": spans}]}, f"$.input[0].spans{where}")
+            for spans, where in (
+                ([], ""),
+                ("x", ""),
+                ([[0, 1]] * 4097, ""),
+                ([[0, 1], [1, 3]], "[1]"),
+                ([[1, 1]], "[0]"),
+                ([[2, 1]], "[0]"),
+                ([[-1, 1]], "[0]"),
+                ([[0, True]], "[0]"),
+                ([[0, 1.0]], "[0]"),
+                ([[0]], "[0]"),
+                ([[0, 1, 2]], "[0]"),
+                ([3], "[0]"),
+            )
+        ),
+        (
+            {**EMBED, "input": [{"image": "data:;base64,eA==", "text": "ab", "spans": [[0, 1]]}]},
+            "$.input[0].spans",
+        ),
+        ({**EMBED, "input": [{"spans": [[0, 1]]}]}, "$.input[0].spans"),
         ({**EMBED, "chunk_tokens": 0}, "$.chunk_tokens"),
         ({**EMBED, "chunk_tokens": True}, "$.chunk_tokens"),
         ({**RERANK, "input": "x"}, "$.input"),
@@ -427,3 +461,13 @@ def test_token_ids_of_a_pair_count_against_the_byte_limit(content_type):
         {"query": "q", "documents": ["x", list(range(11))]},
     ):
         assert isinstance(refusal(body, content_type, limits=limits), ItemTooLarge)
+
+
+@both
+def test_spans_are_for_embed_alone(content_type):
+    error = refusal(
+        {"task": "classify", "input": [{"text": "ab", "spans": [[0, 1]]}]}, content_type
+    )
+    assert type(error) is Unsupported and error.path == "$.input[0].spans"
+    request = decode({**EMBED, "input": [{"text": "añ", "spans": [[0, 1], [0, 2]]}]}, content_type)
+    assert request.input == (Text("añ", ((0, 1), (0, 2))),)

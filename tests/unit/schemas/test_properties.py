@@ -121,9 +121,15 @@ def requests(draw):
         outputs = st.lists(
             st.sampled_from(["dense", "sparse", "multivector"]), unique=True, min_size=1
         )
-        long_texts = draw(st.sampled_from(["aggregate", "chunk_tokens", None]))
+        long_texts = draw(st.sampled_from(["aggregate", "chunk_tokens", "spans", None]))
         if long_texts == "chunk_tokens":
             common["chunk_tokens"] = draw(st.integers(1, 2**31 - 1))
+        elif long_texts == "spans":
+            text = draw(texts)
+            if text:
+                spans = tuple((i, draw(st.integers(i + 1, len(text)))) for i in range(len(text)))
+                common["input"] += (Text(text, spans[:3]),)
+                common["truncate"] = "error"
         else:
             common["outputs"] = tuple(draw(outputs))
         if long_texts == "aggregate":

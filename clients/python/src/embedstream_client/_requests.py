@@ -139,16 +139,27 @@ def _item(given: object, path: str) -> Item:
     if isinstance(given, str):
         return Text(given)
     if isinstance(given, Mapping):
-        _check_fields(given, ("text", "image", "messages"), path)
+        _check_fields(given, ("text", "image", "messages", "spans"), path)
         if given.get("messages") is not None:
             return _conversation(given, path)
         image, words = given.get("image"), given.get("text")
         if image is None:
-            return Text(text(words, f"{path}.text"))
+            return Text(text(words, f"{path}.text"), _spans(given.get("spans"), f"{path}.spans"))
+        if given.get("spans") is not None:
+            raise InvalidRequest("spans are parts of a text", path=f"{path}.spans")
         if not isinstance(image, bytes):
             raise InvalidRequest("an image is the bytes of its file", path=f"{path}.image")
         return Image(image, None if words is None else text(words, f"{path}.text"))
     return _token_ids(given, path, "a text, token ids or an image")
+
+
+def _spans(given: object, path: str) -> tuple[tuple[int, int], ...]:
+    if given is None:
+        return ()
+    spans = [tuple(_sequence(one, path)) for one in _sequence(given, path)]
+    if any(list(map(type, span)) != [int, int] for span in spans):
+        raise InvalidRequest("spans are pairs of whole numbers", path=path)
+    return tuple((start, end) for start, end in spans)
 
 
 def _conversation(given: Mapping[str, Any], path: str) -> Conversation:

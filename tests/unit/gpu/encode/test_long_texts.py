@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.answer.chunks import spans_of
+from gpu.answer.chunks import equal_spans
 from gpu.batch import EncodedItem, EncodedRequest, ItemOptions, ItemResult, pack, scatter
 from gpu.encode.long_texts import CHUNKS, MAX_CHUNKS, max_chunks
 from schemas.errors import EmbedstreamError, EmptyInput, TooLong, Unsupported
@@ -233,7 +233,7 @@ def test_late_chunks_leave_out_a_prompt_that_is_not_pooled(load: Any) -> None:
 def test_spans_cover_everything_once_and_differ_by_one_at_most() -> None:
     for length in range(1, 60):
         for size in (1, 2, 7, 59, 100):
-            spans = spans_of(0, length, size)
+            spans = equal_spans(0, length, size)
             assert spans[0][0] == 0 and spans[-1][1] == length
             assert all(a[1] == b[0] for a, b in pairwise(spans))
             lengths = [b - a for a, b in spans]

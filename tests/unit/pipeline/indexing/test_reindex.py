@@ -16,6 +16,7 @@ from pipeline.indexing.records import DELETED, UNFINISHED, Version, Write, chunk
 from pipeline.indexing.reindex import Reindexing, Totals
 from pipeline.indexing.sinks.base import Row, StoreUnavailable
 from schemas.errors import EmbedstreamError, ItemTooLarge
+from schemas.requests import Text
 from tests.conformance.collection_suite import (
     IDENTITY,
     contents,
@@ -47,11 +48,11 @@ class Both:
             now_ms=lambda: 5,
         )
 
-    async def embed(self, texts: Sequence[str]) -> list[Float32 | EmbedstreamError]:
-        self.embedded += texts
+    async def embed(self, texts: Sequence[Text]) -> list[list[Float32] | EmbedstreamError]:
+        self.embedded += [one.text for one in texts]
         return [
-            ItemTooLarge("too large") if text in self.refused else -vector_of(text)
-            for text in texts
+            ItemTooLarge("too large") if one.text in self.refused else [-vector_of(one.text)]
+            for one in texts
         ]
 
     async def __aenter__(self) -> Both:
@@ -205,4 +206,4 @@ async def test_agreement_is_one_for_the_same_neighbours_and_less_for_others() ->
 
 
 async def shuffled(texts: Sequence[str]) -> list[Float32 | EmbedstreamError]:
-    return [vector_of(text[::-1]) for text in texts]
+    return [[vector_of(one.text[::-1])] for one in texts]
