@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.folder.latent import LatentSpec
+from gpu.folder.spec import ModelSpec
 from schemas.errors import Unsupported
 from schemas.requests import EmbedRequest, Text
 
@@ -19,11 +21,13 @@ SLACK_TOKENS = 2
 @dataclass(frozen=True, slots=True)
 class TextMeasure:
     """tokenizer_json: as `tokenizers` writes it. prompt: the text put before each item, or "".
-    room: tokens of an item beside special tokens and prompt."""
+    room: tokens of an item beside special tokens and prompt. vocabulary: entries that sparse vectors have,
+    0 where the model has none."""
 
     tokenizer_json: str
     prompt: str
     room: int
+    vocabulary: int = 0
 
 
 def text_measure(encoder: Any, *, prompt: str | None, prompt_name: str | None) -> TextMeasure:
@@ -42,7 +46,13 @@ def text_measure(encoder: Any, *, prompt: str | None, prompt_name: str | None) -
         room -= SLACK_TOKENS
     if room < 8:
         raise Unsupported("the prompt leaves no room for a text", limit=8, given=max(room, 0))
-    return TextMeasure(tokenizer_json, told_prompt, room)
+    return TextMeasure(tokenizer_json, told_prompt, room, _vocabulary(encoder.spec))
+
+
+def _vocabulary(spec: ModelSpec) -> int:
+    if isinstance(spec.sparse, LatentSpec):
+        return spec.sparse.hidden_dim
+    return 0 if spec.sparse is None else int(spec.config["vocab_size"])
 
 
 def check_late(encoder: Any) -> None:

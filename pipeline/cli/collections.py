@@ -45,6 +45,10 @@ def index(
     late: Annotated[
         bool, typer.Option("--late", help="Late chunking: the model reads the document whole.")
     ] = False,
+    output: Annotated[
+        Literal["dense", "sparse", "multivector"] | None,
+        typer.Option("--output", help="Which vectors of the model; else its own."),
+    ] = None,
     by: Annotated[
         Literal["sentences", "markdown", "tokens"] | None,
         typer.Option("--by", help="Where chunks are cut; folders: markdown, else sentences."),
@@ -79,6 +83,7 @@ def index(
             chunk_tokens=chunk_tokens,
             overlap=overlap,
             late=late,
+            output=output,
             by=by,
             model=model,
             config=config,
@@ -150,6 +155,10 @@ def reindex(
     ] = None,
     overlap: Annotated[int | None, typer.Option("--overlap", help="As for `index`.")] = None,
     late: Annotated[bool | None, typer.Option("--late", help="As for `index`.")] = None,
+    output: Annotated[
+        Literal["dense", "sparse", "multivector"] | None,
+        typer.Option("--output", help="Which vectors of the model; else its own."),
+    ] = None,
     by: Annotated[
         Literal["sentences", "markdown", "tokens"] | None,
         typer.Option("--by", help="As for `index`."),
@@ -180,6 +189,7 @@ def reindex(
             chunk_tokens=chunk_tokens,
             overlap=overlap,
             late=late,
+            output=output,
             by=by,
             model=model,
             config=config,

@@ -31,8 +31,10 @@ from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal, watch_sign
 
 if TYPE_CHECKING:
     from pipeline.indexing.sinks.base import Collection, Hit
+    from pipeline.indexing.vectors import Vector
     from pipeline.oneoff import InprocService
     from pipeline.settings.load import Settings
+    from schemas.requests import Output
 
 SNIPPET = 160
 MAX_TOLD = 20
@@ -52,6 +54,7 @@ class IndexCommand:
     chunk_tokens: int | None = None
     overlap: int = 0
     late: bool = False
+    output: str | None = None
     by: str | None = None
     model: str | None = None
     config: Path | None = None
@@ -93,6 +96,7 @@ def _route_flags(command: IndexCommand) -> dict[str, Any]:
         "destination": command.to,
         "document.id": command.id or "key",
         "document.text": (command.text or "{text}").replace("\\n", "\n"),
+        "document.output": command.output,
         "document.metadata": command.metadata or ("" if tables else "path,title"),
         "chunk.by": by,
         "chunk.max_tokens": command.chunk_tokens,
@@ -212,6 +216,7 @@ async def _status(url: str) -> None:
         ("last change", when),
         ("model", identity.model),
         ("fingerprint", identity.fingerprint),
+        ("vectors", f"{identity.kind}, compared by {identity.metric}"),
         ("dimensions", str(identity.dimensions)),
         ("prompt", repr(identity.prompt) if identity.prompt else "none"),
         ("chunks are cut", identity.chunking),
@@ -259,7 +264,7 @@ async def _search(command: SearchCommand, settings: Settings) -> None:
             settings if command.rerank else embedding_models(settings)
         ) as service:
             name = _model_of(service, collection, settings)
-            vector = await _embedded(service, name, command)
+            vector = await _embedded(service, name, collection.identity.kind, command)
             changed: int | None = -1
             while True:
                 told = await collection.status()
@@ -294,16 +299,33 @@ def _model_of(service: InprocService, collection: Collection, settings: Settings
     )
 
 
-async def _embedded(service: InprocService, name: str, command: SearchCommand) -> Any:
-    import numpy as np
-
+async def _embedded(
+    service: InprocService, name: str, kind: Output, command: SearchCommand
+) -> Vector:
     info = service.app.models[name]
     prompt = command.prompt_name or ("query" if "query" in info.prompts else None)
-    request = {"id": "search", "task": "embed", "model": name, "input": command.question}
+    request: dict[str, Any] = {
+        "id": "search", "task": "embed", "model": name, "input": command.question, "outputs": [kind],
+    }  # fmt: skip
     if prompt is not None:
         request["prompt_name"] = prompt
     reply = await _asked_once(service, request)
-    return np.frombuffer(reply.items[0].embedding or b"", dtype="<f4")
+    (vector,) = vectors_in(reply.items[0], late=False)
+    return vector
+
+
+def vectors_in(item: Any, *, late: bool = True) -> list[Vector]:
+    """The vectors of one entry of a reply. late: `spans` of it, if there are any, have one each."""
+    import numpy as np
+
+    from pipeline.indexing.vectors import SparseVector
+
+    if item.sparse is not None:
+        return [SparseVector.of(item.sparse.indices, item.sparse.values)]
+    if item.multivector is not None:
+        rows = [np.frombuffer(one, dtype="<f4") for one in item.multivector]
+        return list(rows) if late and item.spans is not None else [np.stack(rows)]
+    return [np.frombuffer(item.embedding or b"", dtype="<f4")]
 
 
 async def asked(service: InprocService, request: dict[str, Any]) -> Any:

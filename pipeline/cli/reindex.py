@@ -55,6 +55,7 @@ class ReindexCommand:
     prompt: str | None = None
     prompt_name: str | None = None
     dimensions: int | None = None
+    output: str | None = None
     chunk_tokens: int | None = None
     overlap: int | None = None
     late: bool | None = None
@@ -94,6 +95,7 @@ def _options(
         "prompt": command.prompt,
         "prompt_name": command.prompt_name,
         "dimensions": command.dimensions,
+        "output": command.output,
     }
     cutting = {
         "max_tokens": command.chunk_tokens,
@@ -136,7 +138,7 @@ async def _reindex(
         new = await stack.enter_async_context(_writable(command))
         old = await stack.enter_async_context(reading(command.url))
         service = await stack.enter_async_context(run_inproc(settings))
-        info, chunker, identity = _prepared(service, name, document, chunk)
+        info, document, chunker, identity = _prepared(service, name, document, chunk)
         _check_overlap(old, chunk)
         await _open(new, identity)
         total = (await old.status()).n_documents
@@ -185,8 +187,8 @@ def _writable(command: ReindexCommand) -> Any:
 
 def _prepared(
     service: InprocService, name: str | None, document: DocumentOptions, chunk: ChunkOptions
-) -> tuple[ModelInfo, Chunker, CollectionIdentity]:
-    from pipeline.indexing.route import chunker_and_identity
+) -> tuple[ModelInfo, DocumentOptions, Chunker, CollectionIdentity]:
+    from pipeline.indexing.route import chunker_and_identity, completed
 
     assert service.app.graph is not None
     models = service.app.graph.models
@@ -194,13 +196,14 @@ def _prepared(
     if not able:
         raise usage_error("no loaded model embeds: name one with --model")
     info = models.infos[name or able[0]]
+    document = completed(document, info)
     try:
         chunker, identity = chunker_and_identity(
             info, models.runners[info.name].encoder, document, chunk
         )
     except ValueError as error:
         raise OperatorError(str(error), exit_status=ExitStatus.USAGE) from error
-    return info, chunker, identity
+    return info, document, chunker, identity
 
 
 def _check_overlap(old: Collection, chunk: ChunkOptions) -> None:
@@ -230,9 +233,7 @@ async def _open(new: Collection, identity: CollectionIdentity) -> None:
 
 def _embedder(service: InprocService, model: str, document: DocumentOptions) -> Embed:
     """Asks the service in this process, some requests at a time."""
-    import numpy as np
-
-    from pipeline.cli.index import asked
+    from pipeline.cli.index import asked, vectors_in
     from schemas.errors import EmbedstreamError
 
     options = {
@@ -244,7 +245,7 @@ def _embedder(service: InprocService, model: str, document: DocumentOptions) -> 
 
     async def one(texts: Sequence[Text]) -> list[Any]:
         spans = [text.spans for text in texts]
-        request = {
+        request: dict[str, Any] = {
             "id": "reindex", "task": "embed", "model": model, **given,
             "input": [
                 {"text": text.text, "spans": text.spans} if text.spans else text.text
@@ -252,15 +253,10 @@ def _embedder(service: InprocService, model: str, document: DocumentOptions) -> 
             ],
         }  # fmt: skip
         if not any(spans):
-            request["truncate"] = "right"
+            request |= {"truncate": "right", "outputs": [document.output]}
         reply = await asked(service, request)
         return [
-            item.error
-            if isinstance(item.error, EmbedstreamError)
-            else [
-                np.frombuffer(vector, dtype="<f4")
-                for vector in item.multivector or [item.embedding or b""]
-            ]
+            item.error if isinstance(item.error, EmbedstreamError) else vectors_in(item)
             for item in reply.items
         ]
 

@@ -31,7 +31,7 @@ from pipeline.indexing.records import (
 )
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, ItemTooLarge
-from schemas.requests import EmbedRequest, Limits
+from schemas.requests import EmbedRequest, Limits, Output
 
 T = TypeVar("T")
 _SEQUENCE_BITS = 20
@@ -70,6 +70,7 @@ class DocumentDecoder(Decoder):
         *,
         route: str,
         model: str,
+        output: Output,
         limits: Limits,
         metrics: Metrics,
         reports: bool = False,
@@ -80,6 +81,7 @@ class DocumentDecoder(Decoder):
         self._writer = writer
         self._route = route
         self._model = model
+        self._output: Output = output
         self._limits = limits
         self._metrics = metrics
         self._reports = (
@@ -119,7 +121,7 @@ class DocumentDecoder(Decoder):
             prompt_name=self.options.prompt_name,
             dimensions=self.options.dimensions,
             # A text with spans has a vector for each of them, and is never cut.
-            outputs=() if self._chunker.options.late else ("dense",),
+            outputs=() if self._chunker.options.late else (self._output,),
             truncate="error" if self._chunker.options.late else "right",
         )
         return Decoded(request, payload=pending, order_key=pending.change.document_id)

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 
 from actors.ports import Delivery, PublishError
 from actors.route import Destination, Finished, Refusal, Retry
-from gpu.batch import Float32, ItemResult, ModelInfo
+from gpu.batch import ItemResult, ModelInfo
 from pipeline.indexing.decoder import Pending
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Chunk, Outcome, Write
 from pipeline.indexing.report import Report
 from pipeline.indexing.sinks.base import StoreUnavailable
+from pipeline.indexing.vectors import vectors_of
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, InvalidRequest
 from schemas.requests import AnyRequest, Lane
@@ -139,22 +140,17 @@ class CollectionDestination(Destination):
             await self._writer.aclose()
 
 
-def vectors_of(result: ItemResult) -> Sequence[Float32]:
-    """One vector for each chunk of an item: of its spans with late chunking, else its own."""
-    if result.multivector is not None:
-        return list(result.multivector)
-    assert result.dense is not None, "an indexing route asks for dense vectors"
-    return [result.dense]
-
-
 def written(pending: Pending, outcomes: Sequence[object]) -> Write:
     """The write of a document whose chunks have these vectors."""
     change = pending.change
     chunks: tuple[Chunk, ...] | None = None
     if pending.cut is not None:
         results = [one for one in outcomes if isinstance(one, ItemResult)]
-        vectors = [vector for one in results for vector in vectors_of(one)]
-        assert len(results) == len(pending.cut.items), "one result for each item"
+        vectors = [
+            vector
+            for item, one in zip(pending.cut.items, results, strict=True)
+            for vector in vectors_of(one, late=bool(item.spans))
+        ]
         chunks = tuple(
             Chunk(ordinal, text, vector)
             for ordinal, (text, vector) in enumerate(zip(pending.cut.texts, vectors, strict=True))

@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from pipeline.indexing.vectors import METRICS
+from schemas.requests import Output
+
 
 class WrongCollection(Exception):
     """The collection holds something else than this route makes. Not retryable."""
@@ -20,7 +23,8 @@ class CollectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Stands beside the collection as JSON.
 
     model: name, for people; fingerprint: of weights, tokenizer and pooling; prompt: the text put
-    before each chunk, or ""; chunking: `Chunker.described`; metric: how vectors are compared.
+    before each chunk, or ""; chunking: `Chunker.described`; metric: how vectors are compared, which
+    says of what kind they are. dimensions of sparse vectors: entries of the vocabulary.
     """
 
     model: str
@@ -35,6 +39,14 @@ class CollectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """One line of JSON, keys in the order of the fields."""
         return msgspec.json.encode(self).decode()
+
+    @property
+    def kind(self) -> Output:
+        """What vectors it holds. Raises `WrongCollection`: made by a newer version."""
+        for kind, metric in METRICS.items():
+            if metric == self.metric:
+                return kind
+        raise WrongCollection(f"vectors are compared by {self.metric}, which this version has not")
 
     @staticmethod
     def from_json(text: str | bytes | None, where: str) -> CollectionIdentity:

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from schemas.requests import Output
+
 
 class DocumentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`[routes.document]`: how a record becomes a document, on a route into a collection."""
@@ -60,6 +62,13 @@ class DocumentOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_name: Annotated[
         str | None,
         Meta(description="The model's prompt for documents; when unset, the model's default."),
+    ] = None
+    output: Annotated[
+        Output | None,
+        Meta(
+            description="Which vectors of the model the collection holds: one kind, and a store that has it "
+            "(docs/indexing.md); when unset, the model's own: dense where it has a dense vector."
+        ),
     ] = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1, le=65_536)] | None,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpu.batch import Float32
+from pipeline.indexing.vectors import Vector
 
 CHUNK_NAMESPACE = uuid.UUID("6f6a1f0e-53f4-5c9b-9d58-0e1d4b1a3c55")
 """uuid5 namespace of chunk ids; part of the stored data, so it never changes."""
@@ -70,11 +70,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A part of a document with its vector, [dimensions] float32."""
+    """A part of a document with its vector, of the collection's kind."""
 
     ordinal: int
     text: str
-    vector: Float32
+    vector: Vector
 
 
 @dataclass(frozen=True, slots=True, eq=False)

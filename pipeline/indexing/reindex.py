@@ -17,14 +17,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu.batch import Float32
 from pipeline.indexing.chunking import Chunker
 from pipeline.indexing.records import UNFINISHED, Chunk, Entry, Outcome, Version, Write
 from pipeline.indexing.sinks.base import Collection, Hit, Row
+from pipeline.indexing.vectors import Vector
 from schemas.errors import EmbedstreamError
 from schemas.requests import Text
 
-Embed = Callable[[Sequence[Text]], Awaitable[Sequence[Sequence[Float32] | EmbedstreamError]]]
+Embed = Callable[[Sequence[Text]], Awaitable[Sequence[Sequence[Vector] | EmbedstreamError]]]
 """Texts to their vectors, or one error, in order: one vector, or one for each span of a text."""
 
 DOCUMENTS_A_STEP = 64

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from actors.ports import Clock, Metrics, Sink
 from gpu.batch import Encoder, ModelInfo
 from gpu.encode.measure import check_late, text_measure
@@ -22,6 +24,7 @@ from pipeline.indexing.options import ChunkOptions, DocumentOptions
 from pipeline.indexing.report import Report
 from pipeline.indexing.sinks.base import Collection
 from pipeline.indexing.sinks.registry import is_collection, open_collection
+from pipeline.indexing.vectors import METRICS
 from pipeline.indexing.writer import IndexWriter, WritePolicy
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.model_pool import LoadedModels
@@ -92,7 +95,7 @@ class IndexingRoutes:
     def _ends(
         self, route: RouteSettings, info: ModelInfo, encoder: Encoder, limits: Limits, sink: Sink
     ) -> tuple[DocumentDecoder, CollectionDestination]:
-        url, document = route.destination, route.document
+        url, document = route.destination, completed(route.document, info)
         writer = self.writers.get(url)
         owner = writer is None
         if writer is None:
@@ -110,6 +113,7 @@ class IndexingRoutes:
             writer,
             route=route.name,
             model=info.name,
+            output=identity.kind,
             limits=limits,
             metrics=self._metrics,
             reports=route.report_to is not None,
@@ -129,17 +133,30 @@ def write_policy(publish: PublishSettings) -> WritePolicy:
     )
 
 
+def completed(document: DocumentOptions, info: ModelInfo) -> DocumentOptions:
+    """The options with what the model says where they say nothing: its own output, and the prompt that a
+    model with vectors per token has for documents."""
+    output = document.output or info.default_outputs[0]
+    name = document.prompt_name
+    if output == "multivector" and document.prompt is None and name is None:
+        name = "document" if "document" in info.prompts else info.default_prompt_name
+    return msgspec.structs.replace(document, output=output, prompt_name=name)
+
+
 def chunker_and_identity(
     info: ModelInfo, encoder: Encoder, document: DocumentOptions, chunk: ChunkOptions
 ) -> tuple[Chunker, CollectionIdentity]:
     """How texts are cut for a model, and what its vectors are. Raises `ValueError`."""
-    if "embed" not in info.tasks or info.dimensions is None:
-        raise ValueError(f"model {info.name} makes no dense vectors: choose an embedding model")
-    dimensions = document.dimensions or info.dimensions
-    allowed = info.allowed_dimensions
-    if dimensions != info.dimensions and dimensions not in (allowed or ()):
-        told = ", ".join(map(str, allowed or (info.dimensions,)))
-        raise ValueError(f"document.dimensions is {dimensions}; model {info.name} has {told}")
+    document = completed(document, info)
+    output = document.output
+    if "embed" not in info.tasks or output not in info.outputs:
+        told = ", ".join(sorted(info.outputs)) if "embed" in info.tasks else "none"
+        raise ValueError(
+            f"model {info.name} makes no {output or 'dense'} vectors (it makes: {told}): choose another "
+            "model, or document.output"
+        )
+    if chunk.late and output != "dense":
+        raise ValueError(f"chunk.late is for dense vectors, and document.output is {output}")
     try:
         measure = text_measure(encoder, prompt=document.prompt, prompt_name=document.prompt_name)
         if chunk.late:
@@ -147,10 +164,22 @@ def chunker_and_identity(
     except Unsupported as error:
         raise ValueError(f"model {info.name}: {error.message}") from error
     chunker = Chunker(chunk, tokenizer_json=measure.tokenizer_json, room=measure.room)
+    native = {
+        "dense": info.dimensions,
+        "sparse": measure.vocabulary,
+        "multivector": info.multivector_dimensions,
+    }[output]
+    assert native, "a model says how large its vectors are"
+    dimensions = document.dimensions or native
+    allowed = None if output == "sparse" else info.allowed_dimensions
+    if dimensions != native and dimensions not in (allowed or ()):
+        told = ", ".join(map(str, allowed or (native,)))
+        raise ValueError(f"document.dimensions is {dimensions}; model {info.name} has {told}")
     return chunker, CollectionIdentity(
         model=info.name,
         fingerprint=info.fingerprint,
         dimensions=dimensions,
+        metric=METRICS[output],
         prompt=measure.prompt,
         chunking=chunker.described,
     )

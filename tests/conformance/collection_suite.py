@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,11 +24,19 @@ from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import DELETED, Chunk, Entry, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import Collection, StoreUnavailable
 from pipeline.indexing.sinks.registry import open_collection
+from pipeline.indexing.vectors import METRICS, TAKEN_BY, SparseVector, Vector
+from schemas.requests import Output
 
 DIMENSIONS = 4
+VOCABULARY = 30_522
 IDENTITY = CollectionIdentity(
     model="tiny", fingerprint="f1", dimensions=DIMENSIONS, chunking="by=sentences"
 )
+IDENTITIES: dict[Output, CollectionIdentity] = {
+    "dense": IDENTITY,
+    "sparse": msgspec.structs.replace(IDENTITY, dimensions=VOCABULARY, metric="dot"),
+    "multivector": msgspec.structs.replace(IDENTITY, metric="maxsim"),
+}
 HOSTILE_IDS = (
     "a'b",
     'quo"te',
@@ -48,15 +57,46 @@ def vector_of(text: str) -> np.ndarray:
     return vector / np.float32(np.linalg.norm(vector))
 
 
+def vector_of_kind(text: str, kind: Output) -> Vector:
+    """The same of another kind: up to six weights, or up to four vectors."""
+    rng = np.random.default_rng(abs(hash_of(text)))
+    if kind == "sparse":
+        indices = np.sort(rng.choice(VOCABULARY, size=rng.integers(1, 7), replace=False))
+        return SparseVector(
+            indices.astype(np.int32), rng.uniform(0.1, 2, len(indices)).astype("f4")
+        )
+    if kind == "multivector":
+        return np.stack([vector_of(f"{i}{text}") for i in range(rng.integers(1, 5))])
+    return vector_of(text)
+
+
+def score_of(question: Vector, chunk: Vector) -> float:
+    """By the metric of their kind."""
+    if isinstance(question, SparseVector) and isinstance(chunk, SparseVector):
+        theirs = chunk.as_dict()
+        return sum(weight * theirs.get(i, 0.0) for i, weight in question.as_dict().items())
+    assert isinstance(question, np.ndarray) and isinstance(chunk, np.ndarray)
+    if question.ndim == 1:
+        return float(question @ chunk)
+    return float((question @ chunk.T).max(axis=1).sum())
+
+
+def as_bytes(vector: Vector) -> bytes:
+    """To compare bit by bit."""
+    return vector.tobytes() if isinstance(vector, SparseVector) else vector.astype("<f4").tobytes()
+
+
 def hash_of(text: str) -> int:
     """A stable number for a text."""
     return int.from_bytes(text.encode()[:64], "little") % 2**32
 
 
-def put(document_id: str, number: int, texts: list[str], **metadata: Any) -> Write:
+def put(
+    document_id: str, number: int, texts: list[str], kind: Output = "dense", **metadata: Any
+) -> Write:
     """A write of these chunks."""
     content = repr((texts, sorted(metadata.items())))
-    chunks = tuple(Chunk(i, text, vector_of(text)) for i, text in enumerate(texts))
+    chunks = tuple(Chunk(i, text, vector_of_kind(text, kind)) for i, text in enumerate(texts))
     return Write(document_id, Version("topic/0", number), content, chunks, metadata)
 
 
@@ -77,7 +117,7 @@ async def contents(
             row.ordinal,
             row.text,
             dict(row.metadata),
-            np.asarray(row.vector, np.float32).tobytes(),
+            as_bytes(row.vector),
         )
     return found
 
@@ -99,7 +139,7 @@ def expected(model: dict[str, Write]) -> dict[str, tuple[str, int, str, dict[str
             chunk.ordinal,
             chunk.text,
             dict(write.metadata),
-            chunk.vector.tobytes(),
+            as_bytes(chunk.vector),
         )
         for name, write in model.items()
         for chunk in write.chunks or ()
@@ -116,6 +156,39 @@ def same(found: dict[str, Any], wanted: dict[str, Any], exact: bool) -> bool:
     return all(np.allclose(a, b, atol=1e-5) for a, b in pairs)
 
 
+def _weights(*pairs: tuple[int, float]) -> SparseVector:
+    return SparseVector(
+        np.asarray([i for i, _ in pairs], np.int32), np.asarray([w for _, w in pairs], np.float32)
+    )
+
+
+MEANINGLESS: dict[Output, dict[str, Vector]] = {
+    "dense": {
+        "nan": np.asarray([np.nan, 0, 0, 1], np.float32),
+        "inf": np.asarray([np.inf, 0, 0, 1], np.float32),
+        "zero": np.zeros(4, np.float32),
+        "short": np.ones(3, np.float32),
+    },
+    "sparse": {
+        "empty": _weights(),
+        "nan": _weights((1, np.nan)),
+        "inf": _weights((1, 1.0), (2, np.inf)),
+        "zero": _weights((1, 1.0), (2, 0.0)),
+        "beyond": _weights((1, 1.0), (VOCABULARY, 1.0)),
+        "turned": _weights((2, 1.0), (1, 1.0)),
+        "dense": np.ones(4, np.float32),
+    },
+    "multivector": {
+        "empty": np.zeros((0, 4), np.float32),
+        "nan": np.asarray([[0, 0, 0, 1], [np.nan, 0, 0, 1]], np.float32),
+        "zero": np.asarray([[0, 0, 0, 1], [0, 0, 0, 0]], np.float32),
+        "short": np.ones((2, 3), np.float32),
+        "dense": np.ones(4, np.float32),
+    },
+}
+"""Vectors of each kind that no store may see."""
+
+
 class CutShort(Exception):
     """The process died here."""
 
@@ -125,6 +198,7 @@ class CollectionMachine(RuleBasedStateMachine):
 
     address: str
     exact: bool
+    kind: Output
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +211,16 @@ class CollectionMachine(RuleBasedStateMachine):
 
     def _open(self) -> Collection:
         collection = open_collection(self.url)
-        self.runner.run(collection.open(IDENTITY))
+        self.runner.run(collection.open(IDENTITIES[self.kind]))
         return collection
 
     def _write(self, writes: list[Write]) -> list[str]:
         outcomes = self.runner.run(self.collection.write(writes, now_ms=1))
         return [outcome.kind for outcome in outcomes]
+
+    def put(self, name: str, number: int, texts: list[str], **metadata: Any) -> Write:
+        """A write of this machine's kind."""
+        return put(name, number, texts, self.kind, **metadata)
 
     def _next(self) -> int:
         self.clock += 1
@@ -164,7 +242,7 @@ class CollectionMachine(RuleBasedStateMachine):
         writes = [
             delete(name, self._next())
             if value is None
-            else put(name, self._next(), value[0], **value[1])
+            else self.put(name, self._next(), value[0], **value[1])
             for name, value in batch.items()
         ]
         kinds = self._write(writes)
@@ -185,7 +263,7 @@ class CollectionMachine(RuleBasedStateMachine):
         """An older version comes after a newer one: it is dropped, also where the newer deleted."""
         if name in self.model:
             older = self.model[name].version.number - 1
-            write = delete(name, older) if gone else put(name, older, ["late", *texts])
+            write = delete(name, older) if gone else self.put(name, older, ["late", *texts])
             assert self._write([write]) == ["stale"]
 
     @rule(name=names)
@@ -207,7 +285,7 @@ class CollectionMachine(RuleBasedStateMachine):
         async def dies(*_: Any) -> None:
             raise CutShort
 
-        write = put(name, self._next(), ["first", *first])
+        write = self.put(name, self._next(), ["first", *first])
         setattr(self.collection, step, dies)
         try:
             self.runner.run(self.collection.write([write], now_ms=1))
@@ -215,7 +293,7 @@ class CollectionMachine(RuleBasedStateMachine):
             pass
         finally:
             delattr(self.collection, step)
-        nxt = delete(name, self._next()) if then is None else put(name, self._next(), then)
+        nxt = delete(name, self._next()) if then is None else self.put(name, self._next(), then)
         self._write([nxt])
         self.model[name] = nxt
 
@@ -248,12 +326,22 @@ class CollectionMachine(RuleBasedStateMachine):
 class CollectionConformance:
     """What every store must do. `address` (a fixture) holds NAME where the collection's name goes."""
 
+    kind: Output = "dense"
     exact = True
     """Whether vectors come back bit for bit."""
     examples = 15
     steps = 12
     one_client = False
     """The store serves one client at a time: what needs two is left out."""
+
+    @property
+    def identity(self) -> CollectionIdentity:
+        """Of a collection of this kind."""
+        return IDENTITIES[self.kind]
+
+    def put(self, name: str, number: int, texts: list[str], **metadata: Any) -> Write:
+        """A write of this kind."""
+        return put(name, number, texts, self.kind, **metadata)
 
     @pytest.fixture
     def url(self, address: str) -> str:
@@ -264,7 +352,7 @@ class CollectionConformance:
     async def collection(self, url: str) -> Any:
         """An open one."""
         made = open_collection(url)
-        await made.open(IDENTITY)
+        await made.open(self.identity)
         yield made
         await made.drop()
         await made.aclose()
@@ -272,7 +360,9 @@ class CollectionConformance:
     @pytest.mark.timeout(300)
     def test_a_dict_is_what_the_store_holds_after_any_history(self, address: str) -> None:
         machine: Callable[[], CollectionMachine] = type(
-            "Machine", (CollectionMachine,), {"address": address, "exact": self.exact}
+            "Machine",
+            (CollectionMachine,),
+            {"address": address, "exact": self.exact, "kind": self.kind},
         )
         run_state_machine_as_test(
             machine,
@@ -288,7 +378,7 @@ class CollectionConformance:
 
     async def test_ids_that_no_author_imagined_are_kept_apart(self, collection: Collection) -> None:
         """H01."""
-        writes = [put(name, 1, [f"text {i}"]) for i, name in enumerate(HOSTILE_IDS)]
+        writes = [self.put(name, 1, [f"text {i}"]) for i, name in enumerate(HOSTILE_IDS)]
         assert {o.kind for o in await collection.write(writes, now_ms=1)} == {"written"}
         wanted = expected({write.document_id: write for write in writes})
         assert same(await contents(collection), wanted, self.exact)
@@ -300,63 +390,72 @@ class CollectionConformance:
         self, collection: Collection
     ) -> None:
         """H06, H09, A24: each bad one has its reason, its neighbours are stored."""
-        good, other = put("good", 1, ["x"]), put("other", 1, ["y"])
+        good, other = self.put("good", 1, ["x"]), self.put("other", 1, ["y"])
         bad = []
-        for name, vector in {
-            "nan": np.asarray([np.nan, 0, 0, 1], np.float32),
-            "inf": np.asarray([np.inf, 0, 0, 1], np.float32),
-            "zero": np.zeros(4, np.float32),
-            "short": np.ones(3, np.float32),
-        }.items():
+        for name, vector in MEANINGLESS[self.kind].items():
             bad.append(Write(name, Version("topic/0", 1), "h", (Chunk(0, "secret", vector),)))
         outcomes = await collection.write([good, *bad, other], now_ms=1)
-        assert [o.kind for o in outcomes] == ["written", *["refused"] * 4, "written"]
+        assert [o.kind for o in outcomes] == ["written", *["refused"] * len(bad), "written"]
         assert all(o.reason and "secret" not in o.reason for o in outcomes[1:-1])
         assert set(await contents(collection)) == {chunk_id("good", 0), chunk_id("other", 0)}
 
     async def test_another_model_is_refused_with_the_remedy(self, url: str) -> None:
         """H03: fingerprint, size, prompt and cutting are checked when the collection is opened."""
         first = open_collection(url)
-        await first.open(IDENTITY)
+        await first.open(self.identity)
         if self.one_client:
             await first.aclose()
         try:
             for change in (
                 {"fingerprint": "f2"},
                 {"dimensions": 8},
+                *({"metric": METRICS[kind]} for kind in first.kinds - {self.kind}),
                 {"prompt": "query: "},
                 {"chunking": "by=tokens"},
             ):
                 second = open_collection(url)
                 with pytest.raises(WrongCollection, match="reindex"):
-                    await second.open(_replaced(**change))
+                    await second.open(msgspec.structs.replace(self.identity, **change))
                 await second.aclose()
         finally:
             await first.connect()
             await first.drop()
             await first.aclose()
 
+    async def test_a_kind_of_vectors_that_the_store_has_not_is_refused_with_those_that_have(
+        self, url: str
+    ) -> None:
+        for kind, stores in TAKEN_BY.items():
+            made = open_collection(url)
+            if kind not in made.kinds:
+                with pytest.raises(WrongCollection, match=f"no {kind} vectors.*{stores[0]}"):
+                    await made.open(IDENTITIES[kind])
+
     async def test_search_gives_the_nearest_chunk_first(self, collection: Collection) -> None:
-        writes = [put(f"d{i}", 1, [f"a{i}", f"b{i}"], n=i) for i in range(20)]
+        writes = [self.put(f"d{i}", 1, [f"a{i}", f"b{i}"], n=i) for i in range(20)]
         await collection.write(writes, now_ms=1)
-        hits = await collection.search(vector_of("b7"), 3)
+        question = vector_of_kind("b7", self.kind)
+        hits = await collection.search(question, 3)
         assert (hits[0].document_id, hits[0].ordinal, hits[0].text) == ("d7", 1, "b7")
         assert dict(hits[0].metadata) == {"n": 7}
-        assert hits[0].score == pytest.approx(1.0, abs=1e-3)
+        by_text = {chunk.text: chunk.vector for write in writes for chunk in write.chunks or ()}
+        for hit in hits:
+            score = score_of(question, by_text[hit.text])
+            assert hit.score == pytest.approx(score, rel=1e-3, abs=1e-3)
         assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
 
     async def test_a_batch_beyond_one_call_is_written_whole(self, collection: Collection) -> None:
         """H02: calls to the store are bounded by points and by bytes."""
         collection.limits = dataclasses.replace(collection.limits, max_points=7, max_bytes=2000)
-        writes = [put(f"d{i}", 1, [f"{i}-{j}" for j in range(9)]) for i in range(11)]
+        writes = [self.put(f"d{i}", 1, [f"{i}-{j}" for j in range(9)]) for i in range(11)]
         assert {o.kind for o in await collection.write(writes, now_ms=1)} == {"written"}
         assert (await collection.status()).n_chunks == 99
-        shorter = [put(f"d{i}", 2, [f"{i}-0"]) for i in range(11)]
+        shorter = [self.put(f"d{i}", 2, [f"{i}-0"]) for i in range(11)]
         assert {o.kind for o in await collection.write(shorter, now_ms=1)} == {"written"}
         assert (await collection.status()).n_chunks == 11
 
     async def test_a_ledger_beyond_one_page_is_read_whole(self, collection: Collection) -> None:
-        writes = [put(f"d{i}", 1, [f"t{i}"]) for i in range(1100)]
+        writes = [self.put(f"d{i}", 1, [f"t{i}"]) for i in range(1100)]
         await collection.write(writes, now_ms=1)
         await collection.write([delete("d7", 2)], now_ms=2)
         ledger = await entries_of(collection)
@@ -366,19 +465,19 @@ class CollectionConformance:
         self, url: str
     ) -> None:
         first = open_collection(url)
-        await first.open(IDENTITY)
+        await first.open(self.identity)
         if not first.has_aliases:
             await first.drop()
             await first.aclose()
             return
-        await first.write([put("a", 1, ["old"])], now_ms=1)
+        await first.write([self.put("a", 1, ["old"])], now_ms=1)
         alias = f"{url.partition('#')[0]}#a{uuid.uuid4().hex[:12]}"
         second = open_collection(url + "v2")
         for target, text in ((first, "old"), (second, "new")):
             if target is second and self.one_client:
                 await first.aclose()
-            await target.open(IDENTITY)
-            await target.write([put("a", 2, [text])], now_ms=2)
+            await target.open(self.identity)
+            await target.write([self.put("a", 2, [text])], now_ms=2)
             await target.lead_alias(alias.partition("#")[2])
             if self.one_client:
                 await target.aclose()
@@ -389,7 +488,7 @@ class CollectionConformance:
             await reader.aclose()
             writer = open_collection(alias)
             with pytest.raises(WrongCollection, match="alias"):
-                await writer.open(IDENTITY)
+                await writer.open(self.identity)
             await writer.aclose()
         for target in (first, second):
             await target.connect()
@@ -400,18 +499,13 @@ class CollectionConformance:
         self, url: str
     ) -> None:
         first = open_collection(url)
-        await first.open(IDENTITY)
+        await first.open(self.identity)
         second = first if self.one_client else open_collection(url)
         if second is not first:
-            await second.open(IDENTITY)
+            await second.open(self.identity)
         await second.drop()
         if second is not first:
             await second.aclose()
         with pytest.raises(StoreUnavailable):
-            await first.write([put("a", 1, ["x"])], now_ms=1)
+            await first.write([self.put("a", 1, ["x"])], now_ms=1)
         await first.aclose()
-
-
-def _replaced(**change: Any) -> CollectionIdentity:
-    fields = {name: getattr(IDENTITY, name) for name in IDENTITY.__struct_fields__}
-    return CollectionIdentity(**{**fields, **change})

@@ -18,3 +18,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 class TestLance(CollectionConformance):
     """The embedded default."""
+
+
+class TestMultivector(TestLance):
+    """One vector per token, compared by MaxSim."""
+
+    kind = "multivector"

@@ -198,3 +198,15 @@ def test_answers_that_this_server_does_not_give_are_sorted_too(
 def test_a_faulty_address_is_refused_by_name(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         open_collection(url)
+
+
+class TestSparse(CollectionConformance):
+    """An inverted index, metric IP."""
+
+    kind = "sparse"
+    examples = 8
+
+    @pytest.fixture
+    def address(self, server: MilvusServer) -> str:
+        """A pair of collections per test."""
+        return f"{server.url}#NAME"

@@ -30,6 +30,19 @@ class TestLocalMode(CollectionConformance):
         return f"qdrant://{tmp_path}/NAME#NAME"
 
 
+class TestSparse(TestLocalMode):
+    """Sparse vectors, which are kept as they are."""
+
+    kind = "sparse"
+    exact = True
+
+
+class TestMultivector(TestLocalMode):
+    """One vector per token."""
+
+    kind = "multivector"
+
+
 @pytest.mark.parametrize(
     ("status", "expected"),
     [

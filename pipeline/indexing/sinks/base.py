@@ -17,9 +17,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import (
     UNCHANGED,
@@ -30,6 +27,8 @@ from pipeline.indexing.records import (
     Write,
     judge,
 )
+from pipeline.indexing.vectors import TAKEN_BY, Vector, flaw_of
+from schemas.requests import Output
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class CollectionStatus:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One chunk found. `score`: cosine similarity, larger is nearer."""
+    """One chunk found. `score`: by the collection's metric, larger is nearer."""
 
     document_id: str
     ordinal: int
@@ -87,7 +86,7 @@ class Row:
     ordinal: int
     text: str
     metadata: Mapping[str, Any]
-    vector: Float32
+    vector: Vector
 
 
 @dataclass(slots=True)
@@ -113,6 +112,8 @@ class Collection(ABC):
     limits: SinkLimits = SinkLimits()
     has_aliases: bool = False
     """The store can give a collection a second name, for readers, and move it in one step."""
+    kinds: frozenset[Output] = frozenset({"dense"})
+    """Of vectors that the store has."""
     transactional: bool = False
     """Chunks and ledger change together or not at all."""
     where: str
@@ -153,7 +154,7 @@ class Collection(ABC):
         """Write ledger entries over what has the same id, after all else."""
 
     @abstractmethod
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """The k nearest chunks, best first."""
 
     @abstractmethod
@@ -187,8 +188,14 @@ class Collection(ABC):
 
         Raises:
             StoreUnavailable: the store does not answer.
-            WrongCollection: another model, prompt, size or cutting; or others made it.
+            WrongCollection: another model, prompt, size or cutting; others made it; or the store has no
+                vectors of this kind.
         """
+        if identity.kind not in self.kinds:
+            raise WrongCollection(
+                f"{self.where}: the store has no {identity.kind} vectors; these have: "
+                + ", ".join(TAKEN_BY[identity.kind])
+            )
         await self.connect()
         found = await self.read_identity()
         if found is None:
@@ -303,15 +310,9 @@ def unfinished(puts: Sequence[Write], entries: Mapping[str, Entry]) -> list[Entr
 def _fault(write: Write, identity: CollectionIdentity) -> str | None:
     """Why no store shall see this write, or None."""
     for chunk in write.chunks or ():
-        if chunk.vector.shape != (identity.dimensions,):
-            return (
-                f"chunk {chunk.ordinal} has {chunk.vector.shape[-1]} dimensions, the collection "
-                f"{identity.dimensions}"
-            )
-        if not np.isfinite(chunk.vector).all():
-            return f"the vector of chunk {chunk.ordinal} is not finite"
-        if not chunk.vector.any():
-            return f"the vector of chunk {chunk.ordinal} is zero: cosine is not defined"
+        flaw = flaw_of(chunk.vector, identity.kind, identity.dimensions)
+        if flaw is not None:
+            return f"the vector of chunk {chunk.ordinal} {flaw}"
     return None
 
 

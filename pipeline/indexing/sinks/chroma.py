@@ -24,7 +24,6 @@ from chromadb.api import AsyncServerAPI
 from chromadb.api.async_client import AsyncClient
 from chromadb.config import Settings
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity
 from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -37,6 +36,7 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import Vector
 
 TIMEOUT_S = 30.0
 MAX_POINT_BYTES = 32 * 1024 * 1024
@@ -178,7 +178,7 @@ class ChromaCollection(Collection):
             )
             await told(upsert)
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
         found = await told(
             self._chunks.query(

@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from lancedb.index import BTree
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity
 from pipeline.indexing.records import Entry, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -34,6 +33,7 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import Vector, dense
 
 IDENTITY_KEY = b"embedstream"
 _PRIMARY_KEY = {"lance-schema:unenforced-primary-key": "true"}
@@ -46,6 +46,7 @@ KEEP_VERSIONS = timedelta(hours=1)
 class LanceCollection(Collection):
     """See the module."""
 
+    kinds = frozenset({"dense", "multivector"})
     limits = SinkLimits(max_points=5000, max_bytes=32 * 1024 * 1024)
 
     def __init__(self, uri: str, name: str, where: str) -> None:
@@ -94,9 +95,8 @@ class LanceCollection(Collection):
     async def create(self, identity: CollectionIdentity) -> None:
         """The ledger first: a table of chunks without one would be unfinished."""
         await self._create_ledger()
-        schema = _chunk_schema(identity.dimensions).with_metadata(
-            {IDENTITY_KEY: identity.to_json().encode()}
-        )
+        schema = _chunk_schema(identity.dimensions, several=identity.kind == "multivector")
+        schema = schema.with_metadata({IDENTITY_KEY: identity.to_json().encode()})
         table = await self._db.create_table(self.name, schema=schema, exist_ok=True)
         for column in ("id", "document_id"):
             await table.create_index(column, config=BTree())
@@ -162,9 +162,12 @@ class LanceCollection(Collection):
             await _told(self._chunks.optimize(cleanup_older_than=KEEP_VERSIONS))
             await _told(self._documents.optimize(cleanup_older_than=KEEP_VERSIONS))
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
-        query = self._chunks.query().nearest_to(vector).distance_type("cosine").limit(k)
+        asked = dense(vector)
+        # Of several vectors the distance is the sum of theirs to the nearest one of the chunk.
+        most = float(len(asked)) if asked.ndim == 2 else 1.0
+        query = self._chunks.query().nearest_to(asked).distance_type("cosine").limit(k)
         query = query.select(["document_id", "ordinal", "text", "metadata", "_distance"])
         table = await _told(query.to_arrow())
         return [
@@ -173,7 +176,7 @@ class LanceCollection(Collection):
                 row["ordinal"],
                 row["text"],
                 json.loads(row["metadata"]),
-                1.0 - row["_distance"],
+                most - row["_distance"],
             )
             for row in table.to_pylist()
         ]
@@ -223,7 +226,9 @@ class LanceCollection(Collection):
             self._db = None
 
 
-def _chunk_schema(dimensions: int) -> pa.Schema:
+def _chunk_schema(dimensions: int, *, several: bool) -> pa.Schema:
+    """several: a chunk has one vector per token."""
+    vector = pa.list_(pa.float32(), dimensions)
     return pa.schema(
         [
             pa.field("id", pa.string(), nullable=False, metadata=_PRIMARY_KEY),
@@ -231,7 +236,7 @@ def _chunk_schema(dimensions: int) -> pa.Schema:
             pa.field("ordinal", pa.int32(), nullable=False),
             pa.field("text", pa.string(), nullable=False),
             pa.field("metadata", pa.string(), nullable=False),  # JSON
-            pa.field("vector", pa.list_(pa.float32(), dimensions), nullable=False),
+            pa.field("vector", pa.list_(vector) if several else vector, nullable=False),
         ]
     )
 
@@ -250,8 +255,13 @@ LEDGER = pa.schema(
 
 def _chunk_rows(writes: Sequence[Write]) -> pa.Table:
     chunks = [(write, chunk) for write in writes for chunk in write.chunks or ()]
-    vectors = np.concatenate([chunk.vector for _, chunk in chunks])
-    dimensions = len(chunks[0][1].vector)
+    arrays = [dense(chunk.vector) for _, chunk in chunks]
+    dimensions, several = arrays[0].shape[-1], arrays[0].ndim == 2
+    numbers = np.concatenate([array.reshape(-1) for array in arrays])
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(numbers, pa.float32()), dimensions)
+    if several:
+        ends = np.cumsum([0, *(len(array) for array in arrays)])
+        vectors = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
     return pa.table(
         {
             "id": [chunk_id(write.document_id, chunk.ordinal) for write, chunk in chunks],
@@ -259,11 +269,9 @@ def _chunk_rows(writes: Sequence[Write]) -> pa.Table:
             "ordinal": [chunk.ordinal for _, chunk in chunks],
             "text": [chunk.text for _, chunk in chunks],
             "metadata": [json.dumps(write.metadata, ensure_ascii=False) for write, _ in chunks],
-            "vector": pa.FixedSizeListArray.from_arrays(
-                pa.array(vectors, pa.float32()), dimensions
-            ),
+            "vector": vectors,
         },
-        schema=_chunk_schema(dimensions),
+        schema=_chunk_schema(dimensions, several=several),
     )
 
 

@@ -23,7 +23,6 @@ import numpy as np
 from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.exceptions import DataNotMatchException, ParamError
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -36,6 +35,7 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import SparseVector, Vector
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class MilvusCollection(Collection):
 
     limits = SinkLimits(max_points=1000, max_bytes=4 * 1024 * 1024)
     has_aliases = True
+    kinds = frozenset({"dense", "sparse"})
 
     def __init__(self, name: str, where: str, **client: Any) -> None:
         super().__init__()
@@ -147,18 +148,23 @@ class MilvusCollection(Collection):
             "text": {"datatype": DataType.VARCHAR, "max_length": MAX_TEXT_BYTES},
             "metadata": {"datatype": DataType.JSON},
         }
-        await self._make(self.name, identity.dimensions, fields)
+        sparse = identity.kind == "sparse"
+        await self._make(self.name, None if sparse else identity.dimensions, fields)
 
-    async def _make(self, name: str, dimensions: int, fields: Mapping[str, Any]) -> None:
+    async def _make(self, name: str, dimensions: int | None, fields: Mapping[str, Any]) -> None:
         if await self._ask("has_collection", name):
             return
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("id", DataType.VARCHAR, max_length=36, is_primary=True)
         for field, options in fields.items():
             schema.add_field(field, **options)
-        schema.add_field("embedding", DataType.FLOAT_VECTOR, dim=dimensions)
         index = MilvusClient.prepare_index_params()
-        index.add_index("embedding", index_type="AUTOINDEX", metric_type="COSINE")
+        if dimensions is None:
+            schema.add_field("embedding", DataType.SPARSE_FLOAT_VECTOR)
+            index.add_index("embedding", index_type="SPARSE_INVERTED_INDEX", metric_type="IP")
+        else:
+            schema.add_field("embedding", DataType.FLOAT_VECTOR, dim=dimensions)
+            index.add_index("embedding", index_type="AUTOINDEX", metric_type="COSINE")
         await self._ask(
             "create_collection", name, schema=schema, index_params=index, consistency_level=_STRONG
         )
@@ -188,7 +194,7 @@ class MilvusCollection(Collection):
                     "ordinal": chunk.ordinal,
                     "text": chunk.text,
                     "metadata": dict(write.metadata),
-                    "embedding": chunk.vector.tolist(),
+                    "embedding": _numbers(chunk.vector),
                 },
                 chunk.vector.nbytes + 4 * len(chunk.text) + 4 * len(str(write.metadata)) + 800,
             )
@@ -221,13 +227,13 @@ class MilvusCollection(Collection):
         for batch in batched(((point, 0) for point in points), self.limits):
             await self._ask("upsert", self.ledger, batch)
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
         fields = ["document_id", "ordinal", "text", "metadata"]
         found = await self._ask(
             "search",
             self.name,
-            data=[vector.tolist()],
+            data=[_numbers(vector)],
             limit=k,
             output_fields=fields,
             consistency_level=_STRONG,
@@ -266,7 +272,7 @@ class MilvusCollection(Collection):
         """See `Collection`."""
         fields = ["document_id", "ordinal", "text", "metadata"]
         async for entity in self._entities(self.name, ["id", *fields, "embedding"]):
-            vector = np.asarray(entity["embedding"], dtype=np.float32)
+            vector = _read(entity["embedding"])
             yield Row(entity["id"], **{field: entity[field] for field in fields}, vector=vector)
 
     async def entries(self) -> AsyncIterator[Entry]:
@@ -288,6 +294,16 @@ class MilvusCollection(Collection):
         if self._client is not None:
             client, self._client = self._client, None
             await self._in_thread(client.close)
+
+
+def _numbers(vector: Vector) -> Any:
+    return vector.as_dict() if isinstance(vector, SparseVector) else vector.tolist()
+
+
+def _read(embedding: Any) -> Vector:
+    if isinstance(embedding, dict):
+        return SparseVector.of(list(embedding), list(embedding.values()))
+    return np.asarray(embedding, dtype=np.float32)
 
 
 def _key(document_id: str) -> str:

@@ -20,7 +20,6 @@ import numpy as np
 from opensearchpy import AsyncOpenSearch, exceptions
 from opensearchpy.helpers import async_scan
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -33,6 +32,7 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import Vector, dense
 
 TIMEOUT_S = 30
 MAX_DIMENSIONS = 16_000
@@ -169,7 +169,7 @@ class OpenSearchCollection(Collection):
                         "ordinal": chunk.ordinal,
                         "text": chunk.text,
                         "metadata": dict(write.metadata),
-                        "embedding": chunk.vector.tolist(),
+                        "embedding": dense(chunk.vector).tolist(),
                     },
                 ),
                 # As JSON a number takes about twenty characters.
@@ -231,11 +231,11 @@ class OpenSearchCollection(Collection):
         for item in await self._bulk(self.ledger, lines):
             self._judged(item)
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
         hits = await self._hits(
             size=k,
-            query={"knn": {"embedding": {"vector": vector.tolist(), "k": k}}},
+            query={"knn": {"embedding": {"vector": dense(vector).tolist(), "k": k}}},
             _source={"excludes": ["embedding"]},
         )
         return [

@@ -28,6 +28,7 @@ from pipeline.indexing.parquet_log import FolderTaken, NotStorable, ParquetLog
 from pipeline.indexing.records import DELETED, Entry, Outcome, Write
 from pipeline.indexing.sinks.base import Collection, Hit, Row, StoreRefused, StoreUnavailable
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import Vector, dense
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -93,9 +94,9 @@ class ParquetCollection(Collection):
         except StoreUnavailable as error:  # the batch is stored; the next one tries again
             log.warning("index_merge_failed", reason=f"{self.where}: {error}")
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`. Every vector is compared."""
-        return await self._in_thread(self.log.again, lambda: self._search(vector, k))
+        return await self._in_thread(self.log.again, lambda: self._search(dense(vector), k))
 
     def _search(self, vector: Float32, k: int) -> list[Hit]:
         unit = vector / np.linalg.norm(vector)

@@ -1,7 +1,7 @@
 """PostgreSQL with pgvector: two tables, and a batch is one transaction.
 
 ``postgresql://user@host/db#docs``; ``?type=halfvec`` halves the size (up to 4,000 dimensions with an
-index, ``vector`` up to 2,000); ``?index=none`` leaves the HNSW index out. `docs` holds the chunks,
+index, ``vector`` up to 2,000); sparse vectors are ``sparsevec``; ``?index=none`` leaves the HNSW index out. `docs` holds the chunks,
 `docs__documents` the ledger, and the identity is the comment of `docs`.
 What must stay true: chunks and the versions (offsets) of their documents commit together, so the
 effect of a record is exactly once; a lock for the length of the transaction puts the writers of one
@@ -15,14 +15,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pgvector
 import psycopg
-from pgvector import HalfVector, Vector
 from pgvector.psycopg import register_vector_async
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Entry, Outcome, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -34,10 +33,22 @@ from pipeline.indexing.sinks.base import (
     StoreUnavailable,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import SparseVector, Vector
 
 CONNECT_TIMEOUT_S = 10
 INDEX_LIMITS = {"vector": 2000, "halfvec": 4000}
-"""Dimensions that an HNSW index of pgvector takes."""
+"""Dimensions that an HNSW index of pgvector takes. Of a `sparsevec` it takes 1,000 weights, and a table
+16,000: one with more is refused by the server, with its document alone."""
+
+
+NEAREST = (
+    "SELECT document_id, ordinal, text, metadata, 1 - (embedding <=> %s) AS score"
+    " FROM {chunks} ORDER BY embedding <=> %s LIMIT %s"
+)
+NEAREST_SPARSE = (
+    "SELECT document_id, ordinal, text, metadata, -(embedding <#> %s) AS score"
+    " FROM {chunks} ORDER BY embedding <#> %s LIMIT %s"
+)
 
 
 class PgvectorCollection(Collection):
@@ -45,6 +56,7 @@ class PgvectorCollection(Collection):
 
     limits = SinkLimits(max_points=5000, max_bytes=32 * 1024 * 1024)
     transactional = True
+    kinds = frozenset({"dense", "sparse"})
 
     def __init__(
         self, conninfo: str, name: str, where: str, *, vector_type: str, index: bool
@@ -109,14 +121,17 @@ class PgvectorCollection(Collection):
 
     async def create(self, identity: CollectionIdentity) -> None:
         """Tables, comment and index, in one transaction."""
-        limit = INDEX_LIMITS[self.vector_type]
-        if self.index and identity.dimensions > limit:
+        sparse, limit = identity.kind == "sparse", INDEX_LIMITS[self.vector_type]
+        if sparse and self.vector_type == "halfvec":
+            raise WrongCollection("halfvec is for dense vectors: leave ?type=halfvec out")
+        if self.index and not sparse and identity.dimensions > limit:
             raise WrongCollection(
                 f"an HNSW index takes {limit} dimensions of {self.vector_type} at most and the "
                 f"model gives {identity.dimensions}: add ?type=halfvec, or ?index=none"
             )
-        ops = f"{self.vector_type}_cosine_ops"
-        column = f"{self.vector_type}({identity.dimensions:d})"
+        vector_type = "sparsevec" if sparse else self.vector_type
+        ops = f"{vector_type}_{'ip' if sparse else 'cosine'}_ops"
+        column = f"{vector_type}({identity.dimensions:d})"
         async with self._transaction():
             await self._run(
                 "CREATE TABLE IF NOT EXISTS {chunks} (id uuid PRIMARY KEY, document_id text NOT NULL,"
@@ -192,8 +207,13 @@ class PgvectorCollection(Collection):
             ],
         )
 
-    def _vector(self, vector: Float32) -> Any:
-        return HalfVector(vector) if self.vector_type == "halfvec" else Vector(vector)
+    def _vector(self, vector: Vector) -> Any:
+        assert self.identity is not None
+        if isinstance(vector, SparseVector):
+            return pgvector.SparseVector(vector.as_dict(), self.identity.dimensions)
+        if self.vector_type == "halfvec":
+            return pgvector.HalfVector(vector)
+        return pgvector.Vector(vector)
 
     async def delete_surplus(self, keep: Mapping[str, int]) -> None:
         """See `Collection`."""
@@ -226,16 +246,18 @@ class PgvectorCollection(Collection):
 
     # --- reading --------------------------------------------------------------------------------
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
+        # <#> is the negative product: of two sparse vectors without a common word it is 0.
+        sparse = isinstance(vector, SparseVector)
         cursor = await self._run(
-            "SELECT document_id, ordinal, text, metadata, 1 - (embedding <=> %s) AS score"
-            " FROM {chunks} ORDER BY embedding <=> %s LIMIT %s",
+            NEAREST_SPARSE if sparse else NEAREST,
             self._vector(vector),
             self._vector(vector),
             k,
         )
-        return [Hit(**row) for row in await cursor.fetchall()]
+        hits = [Hit(**row) for row in await cursor.fetchall()]
+        return [hit for hit in hits if hit.score > 0] if sparse else hits
 
     async def count(self) -> tuple[int, int, int | None]:
         """See `Collection`."""
@@ -264,7 +286,7 @@ class PgvectorCollection(Collection):
                     row["ordinal"],
                     row["text"],
                     row["metadata"],
-                    np.asarray(row["embedding"].to_list(), dtype=np.float32),
+                    _read(row["embedding"]),
                 )
             last = str(found[-1]["id"])
 
@@ -292,6 +314,12 @@ class PgvectorCollection(Collection):
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+
+
+def _read(embedding: Any) -> Vector:
+    if isinstance(embedding, pgvector.SparseVector):
+        return SparseVector.of(embedding.indices(), embedding.values())
+    return np.asarray(embedding.to_list(), dtype=np.float32)
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:

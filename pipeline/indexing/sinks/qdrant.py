@@ -2,6 +2,7 @@
 
 ``qdrant://host:6333#docs``, ``qdrant://:API_KEY@host:6333?tls=true#docs``; ``qdrant:///folder#docs`` is
 the client's local mode, an imitation in Python for trying out. The identity is a point of the ledger.
+Sparse vectors are named `embedding`; vectors per token are one multivector, compared by MaxSim.
 What must stay true: ids are UUIDs; every write waits for the server; Qdrant keeps vectors of a cosine
 collection normalized, so what is read back has length one. There are no transactions: see `base`.
 """
@@ -18,7 +19,6 @@ from qdrant_client import AsyncQdrantClient, models
 from qdrant_client.common.client_exceptions import ResourceExhaustedResponse
 from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.records import Entry, Version, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -31,8 +31,11 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import SparseVector, Vector
 
 TIMEOUT_S = 30
+SPARSE = "embedding"
+"""Qdrant has sparse vectors under names only."""
 IDENTITY_ID = chunk_id("embedstream:identity", -1)
 _PAGE = 256
 
@@ -42,6 +45,7 @@ class QdrantCollection(Collection):
 
     limits = SinkLimits(max_points=1000, max_bytes=4 * 1024 * 1024)
     has_aliases = True
+    kinds = frozenset({"dense", "sparse", "multivector"})
 
     def __init__(self, name: str, where: str, *, local: bool, **client: Any) -> None:
         super().__init__()
@@ -115,9 +119,7 @@ class QdrantCollection(Collection):
             await self._client.upsert(self.ledger, [point], wait=True)
             await self._client.create_collection(
                 self.name,
-                vectors_config=models.VectorParams(
-                    size=identity.dimensions, distance=models.Distance.COSINE
-                ),
+                **_configuration(identity),
             )
             if not self._local:  # the imitation has none, and warns
                 for field, kind in (("document_id", "keyword"), ("ordinal", "integer")):
@@ -138,7 +140,7 @@ class QdrantCollection(Collection):
             (
                 models.PointStruct(
                     id=chunk_id(write.document_id, chunk.ordinal),
-                    vector=chunk.vector.tolist(),
+                    vector=_written(chunk.vector),
                     payload={
                         "document_id": write.document_id,
                         "ordinal": chunk.ordinal,
@@ -193,11 +195,15 @@ class QdrantCollection(Collection):
         with told():
             await self._client.upsert(self.ledger, points, wait=True)
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
         with told():
             found = await self._client.query_points(
-                self.name, query=vector.tolist(), limit=k, with_payload=True
+                self.name,
+                query=_numbers(vector),
+                using=SPARSE if isinstance(vector, SparseVector) else None,
+                limit=k,
+                with_payload=True,
             )
         return [
             Hit(
@@ -241,7 +247,7 @@ class QdrantCollection(Collection):
                 point.payload["ordinal"],
                 point.payload["text"],
                 point.payload["metadata"],
-                np.asarray(point.vector, dtype=np.float32),
+                _read(point.vector),
             )
 
     async def entries(self) -> AsyncIterator[Entry]:
@@ -262,6 +268,35 @@ class QdrantCollection(Collection):
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def _configuration(identity: CollectionIdentity) -> dict[str, Any]:
+    if identity.kind == "sparse":
+        sparse = {SPARSE: models.SparseVectorParams()}
+        return {"vectors_config": {}, "sparse_vectors_config": sparse}
+    several = None
+    if identity.kind == "multivector":
+        several = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
+    size, distance = identity.dimensions, models.Distance.COSINE
+    params = models.VectorParams(size=size, distance=distance, multivector_config=several)
+    return {"vectors_config": params}
+
+
+def _numbers(vector: Vector) -> Any:
+    if isinstance(vector, SparseVector):
+        indices, values = vector.indices.tolist(), vector.values.tolist()
+        return models.SparseVector(indices=indices, values=values)
+    return vector.tolist()
+
+
+def _written(vector: Vector) -> Any:
+    return {SPARSE: _numbers(vector)} if isinstance(vector, SparseVector) else _numbers(vector)
+
+
+def _read(vector: Any) -> Vector:
+    if isinstance(vector, dict):
+        return SparseVector.of(vector[SPARSE].indices, vector[SPARSE].values)
+    return np.asarray(vector, dtype=np.float32)
 
 
 def _entry_id(document_id: str) -> str:

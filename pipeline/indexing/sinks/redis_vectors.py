@@ -22,7 +22,6 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from gpu.batch import Float32
 from pipeline.indexing.identity import CollectionIdentity
 from pipeline.indexing.records import DELETED, Entry, Write, chunk_id
 from pipeline.indexing.sinks.base import (
@@ -35,6 +34,7 @@ from pipeline.indexing.sinks.base import (
     batched,
 )
 from pipeline.indexing.urls import CollectionUrl, refuse_unknown
+from pipeline.indexing.vectors import Vector, dense
 
 TIMEOUT_S = 30
 CONNECT_TIMEOUT_S = 10
@@ -161,11 +161,14 @@ class RedisVectorCollection(Collection):
         points = (
             (
                 (
-                    *("VADD", self.name, "FP32", chunk.vector.astype("<f4").tobytes()),
+                    *("VADD", self.name, "FP32", dense(chunk.vector).astype("<f4").tobytes()),
                     *(chunk_id(write.document_id, chunk.ordinal), "NOQUANT"),
                     *("SETATTR", _attributes(write, chunk.ordinal, chunk.text)),
                 ),
-                chunk.vector.nbytes + 4 * len(chunk.text) + 4 * len(str(write.metadata)) + 700,
+                dense(chunk.vector).nbytes
+                + 4 * len(chunk.text)
+                + 4 * len(str(write.metadata))
+                + 700,
             )
             for write in writes
             for chunk in write.chunks or ()
@@ -197,11 +200,11 @@ class RedisVectorCollection(Collection):
         await self._script(PUT_ENTRIES, self.ledger, *arguments)
         self._seen |= raw
 
-    async def search(self, vector: Float32, k: int) -> list[Hit]:
+    async def search(self, vector: Vector, k: int) -> list[Hit]:
         """See `Collection`."""
         with told():
             scores = await self._client.vset().vsim(
-                self.name, vector.astype("<f4").tobytes(), with_scores=True, count=k
+                self.name, dense(vector).astype("<f4").tobytes(), with_scores=True, count=k
             )
         ranked = sorted((scores or {}).items(), key=lambda pair: -float(pair[1]))
         if not ranked:
