@@ -430,6 +430,7 @@ class CollectionConformance:
             if kind not in made.kinds:
                 with pytest.raises(WrongCollection, match=f"no {kind} vectors.*{stores[0]}"):
                     await made.open(IDENTITIES[kind])
+                await made.aclose()
 
     async def test_search_gives_the_nearest_chunk_first(self, collection: Collection) -> None:
         writes = [self.put(f"d{i}", 1, [f"a{i}", f"b{i}"], n=i) for i in range(20)]

@@ -57,7 +57,10 @@ class TestSparse(TestVector):
         assert [o.kind for o in outcomes] == ["written", "refused", "written"]
         assert "1000" in outcomes[1].reason
 
-    def test_halves_of_numbers_are_for_dense_vectors(self, server: str) -> None:
+    async def test_halves_of_numbers_are_for_dense_vectors(self, server: str) -> None:
         made = open_collection(server + "?type=halfvec#halves")
-        with pytest.raises(WrongCollection, match="halfvec is for dense vectors"):
-            asyncio.run(made.open(IDENTITIES["sparse"]))
+        try:
+            with pytest.raises(WrongCollection, match="halfvec is for dense vectors"):
+                await made.open(IDENTITIES["sparse"])
+        finally:
+            await made.aclose()
