@@ -1,6 +1,6 @@
 """The small-pack part of `gpu_check`: pinned staging, and CUDA graphs against the ordinary forward.
 
-Who calls it: `benchmarks.gpu_check`.
+Who calls it: `benchmarks.gpu_check`, `benchmarks._gpu_mfu`.
 What must stay true: both forwards use one set of weights and the same packs; results are compared after
 many replays were queued without a wait, so that memory written too early shows as a wrong number; in a
 dry run recordings and late copies are played on the CPU, which proves the script and nothing else.
@@ -74,7 +74,7 @@ def check_graphs(report: Any, place: Any, shape: Shape, folder: Path) -> None:
     path = folder_of(shape, folder)
     for dtype in dict.fromkeys([torch.float32, place.dtype]):
         told = f"{shape.name}: {str(dtype).removeprefix('torch.')}"
-        packed, graphed = _both(report, place, path, dtype, told)
+        packed, graphed = both(report, place, path, dtype, told)
         if graphed is None:
             continue
         for size in graphed.sizes[:: 1 if place.dry else 2]:
@@ -83,9 +83,10 @@ def check_graphs(report: Any, place: Any, shape: Shape, folder: Path) -> None:
     _runner(report, place, shape, path)
 
 
-def _both(
+def both(
     report: Any, place: Any, path: Path, dtype: torch.dtype, told: str
 ) -> tuple[PackedForward, GraphedForward | None]:
+    """The ordinary forward, and the one with graphs where it could be recorded."""
     from gpu.folder.read import load_spec
     from gpu.forward.weights import load_model
 

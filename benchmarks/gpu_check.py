@@ -1,4 +1,4 @@
-"""Is the engine right and fast on this CUDA device? Correctness, batch invariance, throughput, in 8 minutes.
+"""Is the engine right and fast on this CUDA device, and which of its modules stay? In 8 minutes.
 
 Who calls it: a person with a GPU, from the root of a checkout: `python -m benchmarks.gpu_check`. It needs
 torch with CUDA, transformers, numpy and safetensors; flashinfer-python when that backend is to be checked.
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks._gpu_graphs import check_graphs, check_staging
+from benchmarks._gpu_mfu import check_utilisation, device_gflops
 from benchmarks._gpu_models import Shape, check_model, shapes
+from benchmarks._gpu_verdict import verdicts
 from gpu.attention import (
     AttentionBackend,
     FlashInferBackend,
@@ -320,6 +322,16 @@ def check_small_packs(report: Report, place: Place) -> None:
                 check_graphs(report, place, shape, Path(folder))
 
 
+def check_packs(report: Report, place: Place) -> None:
+    """How much of the device small to full packs use, with graphs and without."""
+    ceiling = device_gflops(place)
+    report.add("mfu", "best square product of this device", gflops=ceiling)
+    with tempfile.TemporaryDirectory(prefix="embedstream-gpu-check-") as folder:
+        for shape in shapes(place.dry)[:3]:
+            if not report.out_of_time("mfu", shape.name):
+                check_utilisation(report, place, shape, Path(folder), ceiling)
+
+
 def describe(place: Place) -> dict[str, Any]:
     import transformers
 
@@ -349,13 +361,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--dry-run", action="store_true", help="small, on the CPU, in float32")
     parser.add_argument(
-        "--sections", default="numbers,neighbours,models,graphs,speed", help="which, in this order"
+        "--sections",
+        default="numbers,neighbours,models,packs,graphs,speed",
+        help="which, in this order",
     )
     options = parser.parse_args(argv)
     sections = {
         "numbers": check_correctness,
         "neighbours": check_neighbours,
         "models": check_models,
+        "packs": check_packs,
         "graphs": check_small_packs,
         "speed": check_speed,
     }
@@ -376,10 +391,15 @@ def main(argv: list[str] | None = None) -> int:
             sections[name](report, place)
     took = time.monotonic() - report.started
     print(f"{len(report.rows)} rows, {len(report.failures)} bad, {took:.0f} s")
+    decided = verdicts(report.rows)
+    for verdict in decided:
+        dry = " (a dry run, which decides nothing)" if place.dry else ""
+        print(f"{verdict.word:<10} {verdict.module}: {verdict.why}{dry}")
     for failure in report.failures:
         print(f"BAD {failure}", file=sys.stderr)
     if options.json:
         document = {"about": about, "took_s": took, "rows": report.rows, "bad": report.failures}
+        document["verdicts"] = [asdict(verdict) for verdict in decided]
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if report.failures else 0
 

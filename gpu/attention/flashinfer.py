@@ -1,4 +1,5 @@
 """FlashInfer on CUDA: one plan per layer kind and pack, run by every layer of that kind.
+Has never run on a GPU: docs/attention.md says what is unknown.
 
 Who calls it: `interface.PackedContext` through `AttentionBackend`; `backends_for` puts it first on CUDA.
 What must stay true: what the kernels cannot do exactly is refused by name, never approximated, because

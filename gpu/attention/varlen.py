@@ -1,4 +1,5 @@
 """torch's own variable-length flash attention on CUDA: what FlashInfer refuses and SDPA does slowly.
+Has never run on a GPU: docs/attention.md says what is unknown.
 
 Who calls it: `interface.PackedContext` through `AttentionBackend`. Serves symmetric windows (ModernBERT,
 EmbeddingGemma) and head sizes like 32 (MiniLM) or 96, which FlashInfer cannot take.

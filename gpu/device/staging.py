@@ -1,4 +1,5 @@
 """Between host and device without waiting: pinned buffers on the way in, one copy on the way out.
+Has never run on a GPU: docs/attention.md says what is unknown.
 
 Who calls it: `gpu.forward.packed` and `gpu.pooler` (ids, positions, row numbers), `gpu.attention.base` (prefix
 sums), `gpu.answer.outputs` and `gpu.answer.heads` (results).

@@ -1,4 +1,5 @@
 """Small packs as CUDA graphs: what lies between two attention calls is recorded once and replayed.
+Has never run on a GPU: docs/attention.md says what is unknown.
 
 Who calls it: `gpu.model_runner` at load, for `cuda_graphs = "auto"`; the forward it gets serves packs.
 What must stay true: attention is never recorded (its plan follows from the pack); a pack is filled up to

@@ -1,4 +1,5 @@
 """Token-count buckets: which one a pack falls into, how it is filled up, packs to try one with.
+Has never run on a GPU: docs/attention.md says what is unknown.
 
 Who calls it: `gpu.forward.cuda_graphs`; no torch here.
 What must stay true: a pack's own rows stay where they are and as they are; filler is made of items of its
