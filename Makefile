@@ -17,6 +17,7 @@ INDEX_STAMP := $(VENV)/.embedstream-index
 DEV_STAMP := $(VENV)/.embedstream-dev
 BENCH_STAMP := $(VENV)/.embedstream-bench
 STORES_STAMP := $(VENV)/.embedstream-stores
+PEERS_STAMP := $(VENV)/.embedstream-peers
 
 .PHONY: help env demo demo-index up test stores faults check bench chaos clean
 .DEFAULT_GOAL := help
@@ -37,7 +38,7 @@ help:
 
 $(BIN)/python:
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found: set PYTHON=/path/to/python'; exit 1; }
-	@rm -f $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP) $(BENCH_STAMP) $(STORES_STAMP)
+	@rm -f $(DEMO_STAMP) $(INDEX_STAMP) $(DEV_STAMP) $(BENCH_STAMP) $(STORES_STAMP) $(PEERS_STAMP)
 	@$(PYTHON) -m venv $(VENV) || { echo 'could not make $(VENV): is the venv module installed (Debian: python3-venv)?'; exit 1; }
 
 $(DEMO_STAMP): pyproject.toml clients/python/pyproject.toml constraints.txt | $(BIN)/python
@@ -62,6 +63,14 @@ $(STORES_STAMP): $(DEV_STAMP)
 	@rm -rf $(VENV)/stores && $(BIN)/python -m venv --without-pip $(VENV)/stores
 	@$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$($(VENV)/stores/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth
 	$(BIN)/python -m pip --python $(VENV)/stores install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps chromadb milvus-lite faiss-cpu -c constraints.txt
+	@touch $@
+
+# Peers of the engine that ask for older libraries than ours and run with these: an environment over the
+# other one, and of what they depend on only what is not there.
+$(PEERS_STAMP): $(BENCH_STAMP)
+	@rm -rf $(VENV)/peers && $(BIN)/python -m venv --without-pip $(VENV)/peers
+	@$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$($(VENV)/peers/bin/python -c 'import site; print(site.getsitepackages()[0])')/over.pth
+	$(BIN)/python -m pip --python $(VENV)/peers install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps fastembed infinity-emb mmh3 py-rust-stemmers loguru -c constraints.txt
 	@touch $@
 
 env: $(INDEX_STAMP)
@@ -94,8 +103,8 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(BENCH_STAMP)
-	$(BIN)/python -m benchmarks.engine $(ARGS)
+bench: $(PEERS_STAMP)
+	$(VENV)/peers/bin/python -m benchmarks.engine $(ARGS)
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 
 clean:

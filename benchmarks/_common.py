@@ -49,6 +49,20 @@ def machine() -> dict[str, str]:
     }
 
 
+def machine_kind(facts: Mapping[str, str] | None = None) -> str:
+    """The kind of CPU, as results files are named by: vector units and maker, "avx2-amd", "amx-intel".
+
+    facts: of `machine`, of another one than this.
+    """
+    found = machine() if facts is None else facts
+    units = found["vector units"].split(", ")
+    order = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
+    best = next((short for unit, short in order.items() if unit in units), platform.machine())
+    makers = ("AMD", "Intel", "Ampere", "Apple", "Graviton", "Neoverse")
+    maker = next((name for name in makers if name.lower() in found["cpu"].lower()), "other")
+    return f"{best}-{maker.lower()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One timed run. wall_s; cpu_s of this process and its finished children; others: cores' worth of

@@ -135,7 +135,7 @@ class OrtEngine:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_tokens)
-        graph = _graph(folder, masked=group > 1)
+        graph = onnx_graph(folder, masked=group > 1)
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -186,7 +186,8 @@ class OrtEngine:
         self.sessions.clear()
 
 
-def _graph(folder: Path, *, masked: bool) -> bytes:
+def onnx_graph(folder: Path, *, masked: bool, exported: bool = False) -> bytes:
+    """The folder's model; exported: with the inputs and the output that exporters give it."""
     import json
 
     from safetensors.numpy import load_file
@@ -200,6 +201,7 @@ def _graph(folder: Path, *, masked: bool) -> bytes:
         n_heads=config["num_attention_heads"],
         eps=config["layer_norm_eps"],
         masked=masked,
+        exported=exported,
     )
 
 

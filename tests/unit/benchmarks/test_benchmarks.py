@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import _common, pipeline
-from benchmarks._common import Sample, interleave, table, write_results
+from benchmarks._common import Sample, interleave, machine_kind, table, write_results
 from benchmarks._engines import OurEngine
 from tests.support.models import write_model
 
@@ -40,6 +41,28 @@ def test_results_are_written_for_people_and_programs(
     assert json.loads(path.with_suffix(".json").read_text("utf-8"))["n"] == 1
 
 
+@pytest.mark.parametrize(
+    ("cpu", "units", "kind"),
+    [
+        ("AMD EPYC", "avx2", "avx2-amd"),
+        ("Intel(R) Xeon(R) Processor", "avx2, avx512f, avx512_bf16, amx_bf16", "amx-intel"),
+        ("AMD EPYC 9B14", "avx2, avx512f", "avx512-amd"),
+        ("something new", "none listed", f"{platform.machine()}-other"),
+    ],
+)
+def test_results_are_named_by_the_kind_of_machine(cpu: str, units: str, kind: str) -> None:
+    assert machine_kind({"cpu": cpu, "vector units": units}) == kind
+
+
+def test_kept_results_are_those_of_the_machine_in_their_name() -> None:
+    kept = sorted(_common.RESULTS.glob("engine-*.json"))
+    assert kept
+    for path in kept:
+        facts = json.loads(path.read_text("utf-8"))["machine"]
+        assert path.stem == f"engine-{machine_kind(facts)}"
+        assert f"- cpu: {facts['cpu']}" in path.with_suffix(".md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("n_items", [1, 5])
 def test_the_pipeline_benchmark_answers_every_request(n_items: int) -> None:
     records = pipeline.bodies(12, n_items)
@@ -67,8 +90,8 @@ def test_our_engine_gives_each_text_its_own_vector(tmp_path: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_fused_graph_is_the_same_model(tmp_path: Path, masked: bool) -> None:
+@pytest.mark.parametrize(("masked", "exported"), [(False, False), (True, False), (True, True)])
+def test_the_fused_graph_is_the_same_model(tmp_path: Path, masked: bool, exported: bool) -> None:
     ort = pytest.importorskip("onnxruntime", reason="needs the extra `bench`")
     torch = pytest.importorskip("torch")
     from transformers import AutoModel
@@ -83,6 +106,7 @@ def test_the_fused_graph_is_the_same_model(tmp_path: Path, masked: bool) -> None
         n_heads=config.num_attention_heads,
         eps=config.layer_norm_eps,
         masked=masked,
+        exported=exported,
     )
     session = ort.InferenceSession(graph, providers=["CPUExecutionProvider"])
     ids = np.array([[3, 7, 9, 11, 4], [5, 6, 8, 0, 0]], np.int32)
@@ -90,7 +114,10 @@ def test_the_fused_graph_is_the_same_model(tmp_path: Path, masked: bool) -> None
     feeds = {"input_ids": ids, "token_types": np.zeros_like(ids)} | (
         {"mask": mask} if masked else {}
     )
-    (hidden,) = session.run(["hidden"], feeds)
+    if exported:
+        names = {"token_types": "token_type_ids", "mask": "attention_mask"}
+        feeds = {names.get(name, name): value.astype(np.int64) for name, value in feeds.items()}
+    (hidden,) = session.run(["last_hidden_state" if exported else "hidden"], feeds)
     for row, n in enumerate(mask.sum(axis=1) if masked else (5, 5)):
         with torch.no_grad():
             wanted = model(torch.from_numpy(ids[row : row + 1, :n].astype(np.int64)))
