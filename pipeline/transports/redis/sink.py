@@ -190,6 +190,7 @@ class RedisSink:
             answers = await self._execute(calls)
         except (RedisError, OSError, TimeoutError) as error:
             answers = [error] * len(calls)
+        failed: list[Exception] = []
         for call, answer in zip(calls, answers, strict=True):
             about_one = isinstance(answer, ResponseError) and code_of(answer) not in WRONG_SERVER
             if about_one and len(call) > 1:
@@ -198,14 +199,14 @@ class RedisSink:
                     await self._write([waiting])
                 continue
             told = [answer] * len(call) if isinstance(answer, Exception) else answer
+            failed += [one for one in told if isinstance(one, Exception)]
             written = 0
             for waiting, one in zip(call, told, strict=True):
                 failure = self._outcome(one, waiting.is_ours)
                 written += failure is None
                 waiting.resolve(failure)
             self._metrics.count("sink_records_total", written, transport="redis")
-        wrong = next((answer for answer in answers if isinstance(answer, Exception)), None)
-        if wrong is not None:
+        for wrong in {code_of(error): error for error in failed}.values():
             with contextlib.suppress(RedisError, OSError):
                 await reconnect_if_wrong(self._client, wrong)
 
