@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks._bare import BATCH, ROW, bare_inproc, bare_kafka, bare_redis
@@ -42,7 +43,7 @@ from pipeline.local.redis import RedisServer
 from pipeline.local.server import LocalServer
 from pipeline.observe.logs import configure_logging
 from pipeline.observe.metrics import PrometheusMetrics
-from pipeline.settings.load import BatchingSettings, ExecutorSettings, RouteSettings, Settings
+from pipeline.settings.load import BatchingSettings, RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.inproc.sink import InprocSink
@@ -104,7 +105,7 @@ async def service(
     count: int,
     *,
     factory: Callable[[], Any] = NoModel,
-    executor: ExecutorSettings = ExecutorSettings(),
+    settings: Settings | None = None,
 ) -> float:
     """The whole application on an open transport. Seconds from the first delivery to the last settle."""
     marks = {"first": 0.0, "published": 0.0}
@@ -138,10 +139,10 @@ async def service(
     transport.sink.publish = timed_publish  # type: ignore[method-assign]
     if publish_all is not None:
         transport.sink.publish_all = timed_publish_all  # type: ignore[attr-defined]
-    settings = Settings(
+    settings = msgspec.structs.replace(
+        settings or Settings(),
         routes=(RouteSettings(name="bench", source="inproc://bench", lane="bulk"),),
         batching=BatchingSettings(result_cache_bytes=0),  # every item is the same one here
-        executor=executor,
     )
     metrics = PrometheusMetrics()
     app = App(
@@ -167,14 +168,14 @@ async def service(
     return marks["published"] - marks["first"]
 
 
-def inproc() -> Lane:
+def inproc(max_in_flight: int = 1024) -> Lane:
     """In this process, no broker at all."""
 
     async def fill(records: list[bytes]) -> dict[str, Any]:
         return {"records": records}
 
     async def transport(state: dict[str, Any]) -> Transport:
-        broker = InprocBroker(InprocOptions(max_queued=1_000_000))
+        broker = InprocBroker(InprocOptions(max_queued=1_000_000, max_in_flight=max_in_flight))
         opened = Transport(InprocSource(broker), InprocSink(broker))
         await opened.source.open()
         for record in state["records"]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pipeline.cli.check import Findings, _divide
+from pipeline.cli.commands import main
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.model_pool import executor_workers
 from pipeline.settings.load import ModelSettings, Settings, SettingsError, load
@@ -66,3 +68,23 @@ def test_copies_of_a_model_on_one_cuda_device_are_meant_or_refused(
     assert executor_workers(msgspec.structs.replace(settings, models=meant)) == 1
     alone = msgspec.structs.replace(settings, executor=ExecutorSettings())
     assert executor_workers(alone) == 1
+
+
+def test_check_says_what_serve_would_refuse() -> None:
+    findings = Findings(lambda kind, text: None)
+    _divide(Settings(executor=ExecutorSettings(processes=1024)), findings)
+    assert len(findings.problems) == 1
+    assert findings.problems[0].startswith("executor.processes (1024) is more than the ")
+
+
+def test_up_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--set", "executor.processes=2"]) == ExitStatus.USAGE
+    assert "executor.processes is 2, and up is one process" in capsys.readouterr().err
+
+
+def test_the_flag_is_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["serve", "--source", "-", "--model", "m", "--processes"]
+    assert main([*arguments, "2"]) == ExitStatus.USAGE
+    assert "routes.0.source is for one" in capsys.readouterr().err
+    assert main([*arguments, "0"]) == ExitStatus.USAGE
+    assert "executor.processes" in capsys.readouterr().err
