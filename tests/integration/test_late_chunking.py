@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpu.encode.measure import text_measure
+from gpu.load import make_runner_factory
 from pipeline.cli.commands import main
+from pipeline.indexing.chunking import Chunker
+from pipeline.indexing.options import ChunkOptions
 from pipeline.indexing.sinks.base import Row
 from pipeline.indexing.sinks.registry import open_collection
 from tests.support.models import write_model
@@ -78,6 +82,26 @@ def test_chunks_know_their_document_and_follow_its_changes(
     shorter = {"id": "short", "text": SENTENCE[:30]}
     assert index(model, shorter, LONG) == 0
     assert [key for key in rows() if key[0] == "short"] == [("short", 0)]
+
+
+def test_each_window_of_a_long_document_is_read_for_itself(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers, window by window."""
+    monkeypatch.chdir(tmp_path)
+    assert index(model, LONG) == 0
+    encoder = make_runner_factory("m", model)().encoder
+    measure = text_measure(encoder, prompt=None, prompt_name=None)
+    options = ChunkOptions(late=True, max_tokens=24)
+    cut = Chunker(options, tokenizer_json=measure.tokenizer_json, room=measure.room).cut(
+        LONG["text"]
+    )
+    assert len(cut.items) > 1
+    stored = rows()
+    assert [stored["long", i].text for i in range(len(stored))] == list(cut.texts)
+    found = np.stack([stored["long", i].vector for i in range(len(stored))])
+    wanted = np.concatenate([reference(model, item.text, item.spans) for item in cut.items])
+    assert np.abs(found - wanted).max() <= 1e-5
 
 
 def test_plain_and_late_chunks_never_share_a_collection(

@@ -234,6 +234,7 @@ class MilvusCollection(Collection):
             "search",
             self.name,
             data=[_numbers(vector)],
+            anns_field="embedding",
             limit=k,
             output_fields=fields,
             consistency_level=_STRONG,

@@ -47,9 +47,21 @@ SINKS: dict[str, SinkRow] = {
 }
 
 
+NOT_THERE: dict[str, str] = {
+    "elasticsearch": "its mapping and its search for vectors are others than OpenSearch's, and opensearch:// "
+    "speaks OpenSearch's alone: it is not supported",
+    "weaviate": "it is not supported",
+    "vespa": "it is not supported",
+    "postgres": "write postgresql://",
+    "pgvector": "write postgresql://",
+}
+"""Schemes of stores that somebody may try, and what to say."""
+
+
 def is_collection(url: str) -> bool:
-    """Does this address name a vector store?"""
-    return url.partition(":")[0].lower() in SINKS
+    """Does this address name a vector store, be it one that is not supported?"""
+    scheme = url.partition(":")[0].lower()
+    return scheme in SINKS or scheme in NOT_THERE
 
 
 def check_collection_url(url: str) -> tuple[CollectionUrl, SinkRow]:
@@ -57,6 +69,9 @@ def check_collection_url(url: str) -> tuple[CollectionUrl, SinkRow]:
 
     Raises `ValueError`: no such store, a faulty address, or its client is not installed.
     """
+    scheme = url.partition(":")[0].lower()
+    if scheme in NOT_THERE:
+        raise ValueError(f"{scheme}: {NOT_THERE[scheme]}; there are: {', '.join(sorted(SINKS))}")
     parsed = parse_collection_url(url)
     row = SINKS.get(parsed.scheme)
     if row is None:

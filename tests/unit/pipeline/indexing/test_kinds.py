@@ -9,8 +9,10 @@ import pytest
 
 from pipeline.indexing.identity import CollectionIdentity, WrongCollection
 from pipeline.indexing.sinks.base import Collection
-from pipeline.indexing.sinks.registry import SINKS
+from pipeline.indexing.sinks.registry import SINKS, is_collection, open_collection
 from pipeline.indexing.vectors import METRICS, TAKEN_BY
+from pipeline.settings.contradictions import contradictions
+from pipeline.settings.records import RouteSettings, Settings
 
 NAMES = {"qdrant": "Qdrant", "postgresql": "PostgreSQL", "milvus": "Milvus", "lance": "LanceDB"}
 
@@ -39,3 +41,15 @@ def test_the_metric_says_the_kind_and_a_newer_one_is_refused() -> None:
         _ = newer.kind
     old = CollectionIdentity.from_json('{"model": "m", "fingerprint": "f", "dimensions": 4}', "x")
     assert old.kind == "dense"
+
+
+@pytest.mark.parametrize("scheme", ["elasticsearch", "weaviate", "vespa", "postgres", "pgvector"])
+def test_a_store_that_is_not_there_is_refused_by_name_and_not_as_a_transport(scheme: str) -> None:
+    url = f"{scheme}://user:secret@host:9200#docs"
+    assert is_collection(url)
+    with pytest.raises(ValueError, match=f"^{scheme}: .*; there are: chroma, ") as caught:
+        open_collection(url)
+    assert "secret" not in str(caught.value)
+    route = RouteSettings(name="docs", source="inproc://docs", destination=url)
+    problems = contradictions(Settings(routes=(route,)))
+    assert any(scheme in p.message and "secret" not in p.message for p in problems)
