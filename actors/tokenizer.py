@@ -20,7 +20,7 @@ from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
-from actors.result_cache import ResultCache, key_of
+from actors.result_cache import ResultCache, SharedResults, key_of
 from gpu.batch import EncodedItem, EncodedRequest, Encoder, ItemOutcome
 from schemas.errors import EmbedstreamError, Expired, Internal
 from schemas.requests import LANES, AnyRequest, ClassifyRequest, EmbedRequest, Lane
@@ -39,7 +39,8 @@ class Tokenizer:
         encoder: owned by this actor's single thread from now on.
         charge_tokens: charges the lane's token budget once the tokens are known.
         complete, fail: where outcomes of items and of whole requests go.
-        results: of items computed before; None: every item is computed.
+        results: of items computed before; None: every item is computed. maker: who computes, for
+            their keys; None: the model's name.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Tokenizer:
         metrics: Metrics,
         max_waiting: int = 1024,
         results: ResultCache | None = None,
+        maker: str | None = None,
     ) -> None:
         self.model = model
+        self._maker = model if maker is None else maker
         self._encoder = encoder
         self._coalescer = coalescer
         self._attempts = attempts
@@ -124,8 +127,27 @@ class Tokenizer:
             for in_flight, _, _ in parts:
                 self._fail(in_flight, Internal("tokenization failed; this is a bug"))
             return
+        if lane == "bulk" and self._results is not None and self._results.shared is not None:
+            # A question to another process; who waits for an answer has it computed sooner.
+            entries = await self._not_shared(entries, self._results, self._results.shared)
         if entries:
             await self._coalescer.put(self.model, entries, lane)
+
+    async def _not_shared(
+        self, entries: list[Entry], results: ResultCache, shared: SharedResults
+    ) -> list[Entry]:
+        """Complete those whose result is found; the others."""
+        found = await shared.get_many([entry.key for entry in entries if entry.key is not None])
+        new = []
+        for entry in entries:
+            known = None if entry.key is None else found.get(entry.key)
+            if entry.key is None or known is None:
+                new.append(entry)
+            else:
+                results.hold(entry.key, known)
+                self._metrics.count("items_reused_total", model=self.model)
+                self._complete(entry.owner, entry.index, known)
+        return new
 
     async def _entries(self, parts: list[tuple[InFlight, int, AnyRequest]]) -> list[Entry]:
         started = self._clock.monotonic()
@@ -155,7 +177,7 @@ class Tokenizer:
             if isinstance(item, EncodedItem):
                 in_flight.tokens[index] = item.n_tokens
                 in_flight.truncated[index] = item.truncated
-                key = None if self._results is None else key_of(self.model, item)
+                key = None if self._results is None else key_of(self._maker, item)
                 known = None if self._results is None else self._results.get(key)
                 if known is None:
                     entries.append(Entry(item, in_flight, index, now, key))

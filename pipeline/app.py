@@ -159,6 +159,18 @@ class App:
         except OperatorError:
             models.close()
             raise
+        shared = None
+        if self.settings.batching.result_cache_url is not None:
+            from pipeline.transports.redis.results import RedisResults
+            from pipeline.transports.redis.results_options import results_options
+
+            shared = RedisResults(
+                results_options(self.settings.batching.result_cache_url),
+                ttl_s=self.settings.batching.result_cache_ttl_s,
+                clock=self.clock,
+                metrics=self.metrics,
+            )
+            resources.push_async_callback(_close_quietly, shared.aclose, "results")
         self.graph = build_graph(
             self.settings,
             routes,
@@ -166,6 +178,7 @@ class App:
             supervisor=self.supervisor,
             clock=self.clock,
             metrics=self.metrics,
+            shared=shared,
         )
         for route in routes:
             await self._open_destination(route, resources)

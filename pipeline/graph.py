@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.admission import Admission, LaneBudget
 from actors.answers import RecentAnswers
@@ -39,6 +39,9 @@ from pipeline.settings.load import RouteSettings, Settings
 from pipeline.transports.registry import Transport, parse_url, reading
 from schemas.requests import LANES, TASKS, Lane, Task
 
+if TYPE_CHECKING:
+    from pipeline.transports.redis.results import RedisResults
+
 PUBLISHERS_OF_TRANSACTIONS = 1024
 """Results of one route on their way at once, where they share transactions."""
 
@@ -57,6 +60,7 @@ class Graph:
     table: InFlightTable
     housekeeping: Housekeeping
     publishers: int  # of a route whose destination names no number of its own
+    shared: Callable[[], Coroutine[Any, Any, None]] | None = None  # writes results that are shared
 
     def start(self, supervisor: Supervisor) -> None:
         """Every station as a supervised task. Sources hand out from here on."""
@@ -83,6 +87,8 @@ class Graph:
                         _bind(self.egress.run_lists, route),
                     )
         start("housekeeping", self.housekeeping.run)
+        if self.shared is not None:
+            start("results", self.shared)
 
     def _publishers_of(self, route: Route) -> int:
         if route.transactions is not None:  # they wait for a commit that they share
@@ -107,6 +113,7 @@ def build_graph(
     supervisor: Supervisor,
     clock: Clock,
     metrics: Metrics,
+    shared: RedisResults | None = None,
 ) -> Graph:
     """The stations, each with what it hands its work to: so the last one is made first."""
     admission = Admission({lane: _lane_budget(settings, lane) for lane in LANES})
@@ -122,7 +129,7 @@ def build_graph(
         clock=clock,
         metrics=metrics,
     )
-    results = ResultCache(settings.batching.result_cache_bytes)
+    results = ResultCache(settings.batching.result_cache_bytes, shared)
     coalescer = Coalescer(
         {name: _packing_policy(settings, info) for name, info in models.infos.items()},
         max_queued_tokens=max(budget.max_tokens for budget in budgets),
@@ -151,6 +158,7 @@ def build_graph(
             clock=clock,
             metrics=metrics,
             results=results,
+            maker=maker_of(models.infos[name]),
         )
         for name, runner in models.runners.items()
     }
@@ -188,7 +196,23 @@ def build_graph(
         table=table,
         housekeeping=housekeeping,
         publishers=policy.max_concurrent,
+        shared=None if shared is None else shared.run,
     )
+
+
+def maker_of(info: ModelInfo) -> str:
+    """Who computes: two that compare alike make the same bytes of the same item."""
+    told = (info.name, info.fingerprint, info.dtype, info.device.partition(":")[0], info.linears)
+    return repr((*told, info.attention, info.packed, info.normalized, info.pooling, _release()))
+
+
+def _release() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("embedstream")
+    except PackageNotFoundError:
+        return ""
 
 
 def build_route(

@@ -79,6 +79,11 @@ METRICS: tuple[MetricSpec, ...] = (
         "model",
     ),
     _counter(
+        "result_cache_total",
+        "Results in Redis, of items asked for (hit, miss, refused, skipped) and computed (stored, dropped).",
+        "outcome",
+    ),
+    _counter(
         "batches_packed_again_total",
         "Batches that had not begun when interactive items came, and were packed again with them.",
         "model",

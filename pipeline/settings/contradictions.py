@@ -16,6 +16,7 @@ from pipeline.redact import redact
 from pipeline.settings.records import RouteSettings, Settings
 from pipeline.settings.sources import Problem
 from pipeline.transports.options import Options, Place
+from pipeline.transports.redis.results_options import results_options
 from pipeline.transports.registry import REPLY, parse_destination, parse_url
 from schemas.requests import LANES, TASKS
 
@@ -29,6 +30,7 @@ def contradictions(settings: Settings) -> list[Problem]:
     parsed = [(i, o) for i, o in options if not isinstance(o, Problem)]
     found += _source_problems(settings, parsed)
     found += _budget_problems(settings)
+    found += _results_problems(settings)
     if settings.executor.processes > 1:
         found += _process_problems(settings, parsed)
     return [
@@ -73,6 +75,16 @@ def _model_problems(settings: Settings) -> Iterator[Problem]:
                         f"({budget}): such an item would never be admitted",
                         "lower the one or raise the other",
                     )
+
+
+def _results_problems(settings: Settings) -> Iterator[Problem]:
+    url = settings.batching.result_cache_url
+    if url is not None:
+        try:
+            results_options(url)
+        except ValueError as error:
+            told = redact(str(error))
+            yield Problem("batching.result_cache_url", told, "correct the address, or leave it out")
 
 
 def _route_problems(settings: Settings) -> Iterator[Problem]:

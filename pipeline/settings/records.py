@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from gpu.settings import ModelSettings
 from pipeline.indexing.options import ChunkOptions, DocumentOptions
+from pipeline.settings.results import ResultCacheBytes, ResultCacheTtl, ResultCacheUrl
 from schemas.requests import Lane, Limits, Task
 
 
@@ -151,16 +152,9 @@ class BatchingSettings(Record, frozen=True, kw_only=True):
         int,
         Meta(ge=1, le=65_536, description="Items a pack may hold, whatever their tokens."),
     ] = 1024
-    result_cache_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1 << 40,
-            description="Memory for results of items computed lately: the same item (its tokens, and all that "
-            "decides its result) gets the same bytes without a forward, in whichever request it comes; 0: "
-            "each one is computed.",
-        ),
-    ] = 32 * 1024 * 1024
+    result_cache_bytes: ResultCacheBytes = 32 * 1024 * 1024
+    result_cache_url: ResultCacheUrl = None
+    result_cache_ttl_s: ResultCacheTtl = 7 * 24 * 3600
 
 
 class LaneAdmission(Record, frozen=True, kw_only=True):
