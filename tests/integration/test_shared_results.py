@@ -172,6 +172,30 @@ async def test_a_redis_that_dies_and_comes_back_is_used_again() -> None:
                     await asyncio.sleep(0.05)
 
 
+async def test_answers_that_come_too_late_are_nobody_elses() -> None:
+    """The server stands still for longer than anybody waits: what it says then is not read as an answer
+    to the next question."""
+    async with own_redis() as server:
+        await filled(server.url)
+        client, metrics = _client(server), Outcomes()
+        async with service(settings=settings(server.url), metrics=metrics) as running:
+            await client.execute_command("CLIENT", "PAUSE", "400", "ALL")
+            check(await ask(running, BULK))
+            assert metrics.results["skipped"] > 0
+            n = 0
+            async with asyncio.timeout(30):
+                while not metrics.results.get("hit"):
+                    n += 1
+                    turned = {**BULK, "id": f"t{n}", "input": TEXTS[::-1]}
+                    for text, vector in zip(
+                        TEXTS[::-1], vectors(await ask(running, turned)), strict=True
+                    ):
+                        np.testing.assert_array_equal(vector, fake_vector(fake_ids(text)))
+                    await asyncio.sleep(0.05)
+        assert "refused" not in metrics.results
+        await client.aclose()
+
+
 @asynccontextmanager
 async def _trouble(kind: str) -> AsyncIterator[str]:
     if kind == "silent":
