@@ -95,8 +95,8 @@ def from_value(key: bytes, value: object) -> ItemResult | None:
         )
     except (msgspec.DecodeError, ValueError):
         return None
-    empty = (result.dense, result.scores, sparse, several) == (None,) * 4
-    return None if empty else result
+    parts = (result.dense, result.scores, sparse, several)
+    return None if all(part is None for part in parts) else result
 
 
 def _bytes(array: Float32) -> bytes:
