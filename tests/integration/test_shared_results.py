@@ -208,7 +208,7 @@ async def _trouble(kind: str) -> AsyncIterator[str]:
             for writer in held:
                 writer.close()
         return
-    limits = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") if kind == "full" else ()
+    limits = ("--maxmemory", "100kb", "--maxmemory-policy", "noeviction") if kind == "full" else ()
     login = ("--requirepass", "right") if kind == "wrong password" else ()
     async with own_redis(*limits, *login) as server:
         if kind == "down":
