@@ -128,7 +128,11 @@ async def _bench(command: BenchCommand, texts: Callable[[int], Iterator[str]]) -
         via=command.via,
         timeout_s=command.timeout_s,
         config=command.config,
-        overrides=(*command.overrides, "batching.result_cache_bytes=0"),
+        overrides=(
+            *command.overrides,
+            "batching.result_cache_bytes=0",
+            "batching.result_cache_url=",
+        ),  # fmt: skip
     )
     async with opened(question) as asker:
         ask = _asking(asker, command)
