@@ -132,7 +132,7 @@ async def _bench(command: BenchCommand, texts: Callable[[int], Iterator[str]]) -
             *command.overrides,
             "batching.result_cache_bytes=0",
             "batching.result_cache_url=",
-        ),  # fmt: skip
+        ),
     )
     async with opened(question) as asker:
         ask = _asking(asker, command)
