@@ -18,7 +18,7 @@ from tests.integration.test_service import ask, service, vectors
 from tests.support.fakes import FakeRunner, RecordingMetrics, fake_ids, fake_vector
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
-TEXTS = [f"text number{i} of the shared results" for i in range(100)]
+TEXTS = ["a" * (i + 1) + " shared" for i in range(100)]  # no two have the same ids
 BULK = {"id": "b", "input": TEXTS, "priority": "bulk"}
 
 
@@ -84,7 +84,7 @@ async def test_what_one_service_computed_another_one_does_not() -> None:
         keys = await client.keys("*")
         assert len(keys) == n
         assert all(k.startswith(KEY_PREFIX) and len(k) == len(KEY_PREFIX) + 40 for k in keys)
-        assert b"text" not in b"".join(keys) + b"".join(await client.mget(keys))
+        assert b"shared" not in b"".join(keys) + b"".join(await client.mget(keys))
         assert 0 < await client.ttl(keys[0]) <= 7 * 24 * 3600
         metrics, runner = Outcomes(), FakeRunner()
         async with service(runner, settings=settings(server.url), metrics=metrics) as running:
