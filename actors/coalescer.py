@@ -121,6 +121,14 @@ class Coalescer:
                 return selected
         return None
 
+    def expects_interactive(self) -> bool:
+        """Have interactive items come lately, and do none wait now?"""
+        now = self._clock.monotonic()
+        packers = self.packers.values()
+        if any(packer.queued_items("interactive") for packer in packers):
+            return False
+        return any(packer.expects_interactive(now) for packer in packers)
+
     def would_gain(self, selected: Selected) -> bool:
         """Would interactive items leave earlier if `selected`, the latest batch, were put back?"""
         if self.packers[selected.model].would_gain(selected.take):

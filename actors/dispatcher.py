@@ -1,7 +1,8 @@
 """The dispatcher: batches to the executor, outcomes back to their requests.
 
 Who calls it: runs as a supervised task; takes batches from the coalescer, submits to the executor.
-What must stay true: at most `executor.width + prefetch` batches are out; one that has not begun when
+What must stay true: at most `executor.width + prefetch` batches are out, and while interactive work is
+expected one thread less than there are, so that it begins at once; one that has not begun when
 interactive work comes is taken back and packed again; a failed batch is halved
 until the bad item is alone, at most 2n - 1 forwards for n items; only that item
 fails; no cancellation reaches a running forward and its result is always consumed; a dead executor fails
@@ -93,7 +94,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Submit batches for ever. Raises `ExecutorDied`."""
         while True:
-            while self.n_out >= self._max_out:
+            while self.n_out >= self._most_out():
                 self._free.clear()
                 await self._free.wait()
             if self._died is not None:
@@ -106,6 +107,12 @@ class Dispatcher:
                     entry.owner.first_forward_at = out.began_at
             self._spawn(f"batch.{selected.model}", self._run_batch(out))
 
+    def _most_out(self) -> int:
+        """Batches that may be out before the next one. A single thread is kept busy: what waits in its
+        queue is packed again when interactive items come."""
+        width = self._executor.width
+        return width - 1 if width > 1 and self._coalescer.expects_interactive() else self._max_out
+
     def _idle(self) -> bool:
         if self._died is not None:
             raise ExecutorDied(self._died)
@@ -113,6 +120,7 @@ class Dispatcher:
 
     def _pack_again(self) -> None:
         """Interactive items have come: a batch that waits behind running ones makes room for them."""
+        self._free.set()
         out = self._newest
         if (
             out is None
@@ -245,7 +253,9 @@ class Dispatcher:
         self.tokens_done += n_tokens
         avoided = n_items * max_seqlen - n_tokens
         self.padding_avoided_tokens += avoided
-        budget = self._coalescer.packers[model].policy.max_batch_tokens
+        packer = self._coalescer.packers[model]
+        packer.note_forward(n_tokens, took_s)
+        budget = packer.policy.max_batch_tokens
         self.batch_tokens_budgeted += max(budget, n_tokens)
         self.max_tokens_in_batch = max(self.max_tokens_in_batch, n_tokens)
         self._metrics.observe("batch_items", n_items, model=model)

@@ -12,6 +12,7 @@ bounds the wait for a fuller batch while the device is busy):
     emit   when a full batch waits, or the executor is idle, or the oldest item waited `linger_s`.
     fill   bulk's earned share first, then interactive in order, then bulk in order; an item that
            does not fit is passed over, within a look-ahead of `max_reorder_items` items.
+    brisk  while interactive items are expected, bulk fills up only what takes `brisk_s`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from dataclasses import dataclass, field
 from actors.messages import Entry
 from schemas.requests import LANES, Lane
 
+RECENT_S = 2.0
+"""For so long after an interactive item another one is expected."""
+BRISK_SHARE = 4
+"""Bulk items may always fill this part of the budget: below it a forward costs as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackingPolicy:
@@ -31,7 +37,8 @@ class PackingPolicy:
     max_batch_tokens: the token budget. max_batch_items: rows of one batch. linger_s: longest wait
     of an item for a fuller batch while the executor is busy. bulk_floor: share of the tokens
     that bulk keeps while both lanes wait, 0 to 1. max_reorder_items: items looked past to fill a gap.
-    group_lengths: prefer items near the first one's length (padded models only).
+    group_lengths: prefer items near the first one's length (padded models only). brisk_s: bulk items fill
+    a batch up to what takes so long, while interactive ones are expected, which wait for it to end.
     """
 
     max_batch_tokens: int
@@ -40,6 +47,7 @@ class PackingPolicy:
     bulk_floor: float = 0.2
     max_reorder_items: int = 256
     group_lengths: bool = False
+    brisk_s: float = 0.1
 
 
 @dataclass(slots=True)
@@ -68,6 +76,8 @@ class Packer:
         self._tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
         self._bulk_credit = 0.0
         self._latest: Take | None = None
+        self._interactive_at = float("-inf")
+        self._tokens_per_s: float | None = None
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._lanes.values())
@@ -88,6 +98,26 @@ class Packer:
         entries = list(entries)
         self._lanes[lane].extend(entries)
         self._tokens[lane] += sum([entry.n_tokens for entry in entries])
+        if lane == "interactive" and entries:
+            self._interactive_at = max(self._interactive_at, entries[-1].enqueued_at)
+
+    def note_forward(self, n_tokens: int, took_s: float) -> None:
+        """How long a batch took, from its submission: what the next ones will take."""
+        if took_s > 0:
+            rate = n_tokens / took_s
+            known = self._tokens_per_s
+            self._tokens_per_s = rate if known is None else 0.8 * known + 0.2 * rate
+
+    def expects_interactive(self, now: float) -> bool:
+        """Has an interactive item come lately?"""
+        return now - self._interactive_at <= RECENT_S
+
+    def bulk_budget(self, now: float) -> int:
+        """Tokens up to which bulk items fill a batch."""
+        budget, rate = self.policy.max_batch_tokens, self._tokens_per_s
+        if rate is None or not self.expects_interactive(now):
+            return budget
+        return min(budget, max(int(rate * self.policy.brisk_s), budget // BRISK_SHARE))
 
     def oldest_at(self, lane: Lane) -> float | None:
         """When the lane's first item was queued, or None."""
@@ -131,7 +161,7 @@ class Packer:
         else:
             self._bulk_credit = 0.0
         for lane in LANES:
-            room = budget - take.n_tokens
+            room = (self.bulk_budget(now) if lane == "bulk" else budget) - take.n_tokens
             taken = self._fill(lane, take, room, epoch_ms, alone_ok=not take.batch)
             take.spare_tokens = taken if lane == "bulk" else 0
         return take

@@ -126,17 +126,17 @@ async def measure(arguments: argparse.Namespace) -> None:
                     if name != "idle":
                         filling = asyncio.create_task(backfill(documents, rng, numbers))
                     ages = await live(changes, rng, arguments.rate, arguments.seconds)
-                    took = time.perf_counter() - started
+                    rate = (documents.settled - settled) / (time.perf_counter() - started)
                     if filling is not None:
                         filling.cancel()
-                        while documents.unsettled:
+                        while documents.unsettled and number + 1 < arguments.rounds:
                             await asyncio.sleep(0.05)
                     p50[name].append(ages[len(ages) // 2])
                     p99[name].append(ages[max(0, -(-len(ages) * 99 // 100) - 1)])
                     print(
                         f"round {number + 1} {name}: {len(ages)} changes, p50 {1000 * p50[name][-1]:.0f} ms, "
                         f"p99 {1000 * p99[name][-1]:.0f} ms, backfill "
-                        f"{(documents.settled - settled) / took:.0f} documents/s",
+                        f"{rate:.0f} documents/s",
                         flush=True,
                     )
     ratio = median([b / a for a, b in zip(p99["idle"], p99["beside a backfill"], strict=True)])

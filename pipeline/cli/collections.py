@@ -53,6 +53,15 @@ def index(
         Literal["sentences", "markdown", "tokens"] | None,
         typer.Option("--by", help="Where chunks are cut; folders: markdown, else sentences."),
     ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            metavar="URL",
+            help="For status: a topic that fills it, as in kafka://host:9092/docs?group=indexer. Repeat "
+            "it; else the routes of --config that do.",
+        ),
+    ] = None,
     model: ModelOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -66,11 +75,17 @@ def index(
     embedstream index docs.jsonl --to lance://index#docs --id id --text '{title}: {body}'
     embedstream index handbook/ --to lance://index#docs
     embedstream index status lance://index#docs
+    embedstream index status lance://index#docs --source 'kafka://localhost:9092/docs?group=indexer'
     """
     from pipeline.cli import index as room
 
     if paths[0] == "status" and len(paths) == 2 and to is None:
-        return room.status(paths[1])
+        from pipeline.cli.index_status import StatusCommand
+        from pipeline.cli.index_status import status as run
+
+        return run(StatusCommand(paths[1], tuple(source or ()), config, tuple(set_ or ())))
+    if source:
+        raise usage_error("--source goes with `index status URL`; `index` reads files")
     if to is None:
         raise usage_error("--to URL is needed: the collection, such as --to lance://index#docs")
     return room.index(

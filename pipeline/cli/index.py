@@ -1,4 +1,4 @@
-"""`index`, `search`, `index status`: documents of files into a collection, and questions to one.
+"""`index` and `search`: documents of files into a collection, and questions to one.
 
 Who calls it: `pipeline.cli.commands`.
 What must stay true: `index` runs the same service as `serve`, on files; a run that was cut short is
@@ -190,39 +190,6 @@ async def reading(url: str) -> AsyncIterator[Collection]:
         raise OperatorError(text if named else f"{collection.where}: {text}") from error
     finally:
         await collection.aclose()
-
-
-def status(url: str) -> int:
-    """What a collection holds."""
-    configure_one_off_logging()
-    run_async(_status(url))
-    return ExitStatus.OK
-
-
-async def _status(url: str) -> None:
-    from datetime import UTC, datetime
-
-    from rich.table import Table
-
-    async with reading(url) as collection:
-        told = await collection.status()
-    identity = told.identity
-    table = Table(show_header=False)
-    changed = told.changed_at_ms
-    when = "never" if changed is None else datetime.fromtimestamp(changed / 1000, UTC).isoformat()
-    for name, value in (
-        ("documents", str(told.n_documents)),
-        ("chunks", str(told.n_chunks)),
-        ("last change", when),
-        ("model", identity.model),
-        ("fingerprint", identity.fingerprint),
-        ("vectors", f"{identity.kind}, compared by {identity.metric}"),
-        ("dimensions", str(identity.dimensions)),
-        ("prompt", repr(identity.prompt) if identity.prompt else "none"),
-        ("chunks are cut", identity.chunking),
-    ):
-        table.add_row(name, value)
-    out_console().print(table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from pipeline.indexing.records import (
 )
 from pipeline.indexing.writer import IndexWriter
 from schemas.errors import EmbedstreamError, Internal, ItemTooLarge
-from schemas.requests import EmbedRequest, Limits, Output
+from schemas.requests import EmbedRequest, Lane, Limits, Output
 
 T = TypeVar("T")
 _SEQUENCE_BITS = 20
@@ -73,6 +73,7 @@ class DocumentDecoder(Decoder):
         output: Output,
         limits: Limits,
         metrics: Metrics,
+        lane: Lane = "bulk",
         reports: bool = False,
     ) -> None:
         self.options = options
@@ -80,6 +81,7 @@ class DocumentDecoder(Decoder):
         self._chunker = chunker
         self._writer = writer
         self._route = route
+        self._lane: Lane = lane
         self._model = model
         self._output: Output = output
         self._limits = limits
@@ -96,7 +98,7 @@ class DocumentDecoder(Decoder):
         held = list(deliveries)
         mapped = await self._in_thread(self._mapped_all, held)
         names = list({c.document_id: None for c in mapped if isinstance(c, Change)})
-        known = await self._writer.known(names) if names else {}
+        known = await self._writer.known(names, self._lane) if names else {}
         self._seen = await self._in_thread(self._seen_all, held, mapped, known)
 
     async def decode(self, delivery: Delivery) -> Decoded | None:

@@ -132,7 +132,7 @@ class CollectionDestination(Destination):
 
     def problem(self) -> str | None:
         """What the writer last heard from the store."""
-        return self._writer.trouble
+        return self._writer.problem()
 
     async def aclose(self) -> None:
         """Disconnect."""

@@ -116,6 +116,7 @@ class IndexingRoutes:
             output=identity.kind,
             limits=limits,
             metrics=self._metrics,
+            lane=route.lane,
             reports=route.report_to is not None,
         )
         report = None if route.report_to is None else Report(sink, writer.collection.where)

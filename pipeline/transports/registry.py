@@ -17,6 +17,7 @@ from actors.ports import Clock, Metrics, Sink, Source, Transactions
 from actors.route import Decoder
 from pipeline.transports.address import read_address, read_destination, scheme_of
 from pipeline.transports.ask import Asker
+from pipeline.transports.backlog import Backlog
 from pipeline.transports.files.options import REPLIES as FILE_REPLIES
 from pipeline.transports.files.options import STANDARD, FileOptions
 from pipeline.transports.inproc.options import InprocOptions
@@ -84,6 +85,7 @@ class Kind:
     asks      a running service can be asked over it
     keeps_letters  it has `letters.py`: dead letters can be listed and sent again
     replays   it has `replay.py`: a part of what was read can be read once more
+    tells_backlog  it has `backlog.py`: how far its group is behind can be asked
     lane      where its requests go unless the route says otherwise
     """
 
@@ -96,6 +98,7 @@ class Kind:
     asks: bool = False
     keeps_letters: bool = False
     replays: bool = False
+    tells_backlog: bool = False
     lane: Lane = "bulk"
 
     def module(self, file: str) -> Any:
@@ -114,6 +117,7 @@ KINDS = (
         asks=True,
         keeps_letters=True,
         replays=True,
+        tells_backlog=True,
     ),
     Kind(
         name="redis",
@@ -310,6 +314,20 @@ async def open_letters(url: str) -> Letters:
         raise ValueError("dead letters lie in a kafka:// topic, a redis:// stream or a file://")
     opener: _LettersModule = kind_of(url).module("letters")
     return await opener.open_letters(options, place)
+
+
+async def read_backlog(url: str) -> tuple[Backlog, ...]:
+    """How far the group of a source is behind, one entry for each partition of `kafka://host:port/topic?group=g`.
+
+    Raises `ConnectionError`, and `ValueError` for a source that cannot tell; each with one line.
+    """
+    if not kind_of(url).tells_backlog:
+        raise ValueError("how far a group is behind is told by kafka:// sources alone")
+    options = parse_url(url)
+    if problems := options.check():
+        raise ValueError("; ".join(problems))
+    found: tuple[Backlog, ...] = await kind_of(url).module("backlog").read_backlog(options)
+    return found
 
 
 async def reach(url: str, *, exactly_once: bool = False) -> tuple[str, ...]:

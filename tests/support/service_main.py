@@ -25,6 +25,7 @@ import structlog
 from gpu.batch import PackedBatch
 from pipeline.app import App
 from pipeline.lifecycle import StopSignal, watch_signals
+from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.settings.load import BatchingSettings, HealthSettings, LifecycleSettings, Settings
 from tests.support.documents import route_settings
 from tests.support.fakes import FakeRunner, fake_ids
@@ -51,7 +52,12 @@ def build(config: dict[str, Any]) -> App:
         lifecycle=LifecycleSettings(drain_budget_s=float(config.get("drain_budget_s", 20.0))),
         health=HealthSettings(port=int(config.get("health_port", 0))),
     )
-    return App(settings, runner_factories={"fake": lambda: runner}, serve_health=True)
+    return App(
+        settings,
+        metrics=PrometheusMetrics(),
+        runner_factories={"fake": lambda: runner},
+        serve_health=True,
+    )
 
 
 def kill_at(name: str, when: str, number: int) -> None:

@@ -116,6 +116,8 @@ class Collection(ABC):
     """Of vectors that the store has."""
     transactional: bool = False
     """Chunks and ledger change together or not at all."""
+    reads_beside_writes: bool = False
+    """`read_entries` may be called while another call runs."""
     where: str
 
     def __init__(self) -> None:

@@ -48,6 +48,7 @@ class LanceCollection(Collection):
 
     kinds = frozenset({"dense", "multivector"})
     limits = SinkLimits(max_points=5000, max_bytes=32 * 1024 * 1024)
+    reads_beside_writes = True
 
     def __init__(self, uri: str, name: str, where: str) -> None:
         super().__init__()
@@ -158,8 +159,11 @@ class LanceCollection(Collection):
 
     async def _committed(self, table: Any) -> None:
         self._n_commits += 1
-        if self._n_commits % OPTIMIZE_EVERY == 0:
+        # One at a time: whoever waits for the next write waits for half of it.
+        turn = self._n_commits % OPTIMIZE_EVERY
+        if turn == 0:
             await _told(self._chunks.optimize(cleanup_older_than=KEEP_VERSIONS))
+        elif turn == OPTIMIZE_EVERY // 2:
             await _told(self._documents.optimize(cleanup_older_than=KEEP_VERSIONS))
 
     async def search(self, vector: Vector, k: int) -> list[Hit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -354,3 +355,37 @@ async def test_over_threads_nothing_is_lost_and_nothing_is_computed_twice() -> N
         await asyncio.to_thread(executor.close, 10)
     assert sum(batch.n_items for batch in runner.batches) == len(entries)
     assert harness.metrics.counts["batches_packed_again_total"] > 0
+
+
+async def test_a_thread_is_free_while_interactive_items_are_expected() -> None:
+    """Bulk forwards that hold their threads hold up no interactive item."""
+    go_on, bulk_id = threading.Event(), 7
+
+    def block(batch: PackedBatch) -> None:
+        if bulk_id in batch.input_ids:
+            assert go_on.wait(30)
+
+    runner = FakeRunner(max_batch_tokens=4, before_forward=block)
+    executor = ModelExecutor({"fake": lambda: runner}, 2)
+    await asyncio.wrap_future(executor.load("fake"))
+    now = SystemClock().monotonic
+    harness = Harness(runner, budget=4, executor=executor)
+    bulk = [entry(4, first_id=bulk_id, at=now()) for _ in range(8)]
+    try:
+        async with running(harness):
+            first = entry(4, first_id=100, at=now())
+            await harness.coalescer.put("fake", [first], "interactive")
+            await harness.answered([first])
+            await harness.coalescer.put("fake", bulk, "bulk")
+            while harness.dispatcher.n_out == 0:
+                await asyncio.sleep(0)
+            for number in range(3):  # then bulk has earned its share
+                live = entry(4, first_id=200 + 10 * number, at=now())
+                await harness.coalescer.put("fake", [live], "interactive")
+                async with asyncio.timeout(30):
+                    await harness.answered([live])
+            go_on.set()
+            await harness.answered(bulk)
+    finally:
+        go_on.set()
+        executor.close(5.0)

@@ -276,3 +276,26 @@ def test_bulk_keeps_its_floor_however_often_its_batch_is_put_back(
             box.next_batch(0.0, 0, idle=True)
             shares[box].append(before - box.queued_tokens("bulk"))
     assert shares[patient] == shares[pushed]
+
+
+def test_bulk_fills_a_batch_less_while_interactive_items_are_expected() -> None:
+    """An interactive item waits for the batch that runs: it is kept to what takes `brisk_s`."""
+    box = packer(brisk_s=0.5)
+    box.note_forward(100, 1.0)
+    box.add([entry(10) for _ in range(40)], "bulk")
+    assert len(box.next_batch(10.0, 0, idle=True).batch) == 10
+    box.add([entry(20, at=10.0)], "interactive")
+    assert sum(lengths(box.next_batch(10.0, 0, idle=True).batch)) == 50
+    assert sum(lengths(box.next_batch(11.0, 0, idle=True).batch)) == 50
+    assert sum(lengths(box.next_batch(13.0, 0, idle=True).batch)) == 100
+    box.add([entry(20, at=13.0) for _ in range(9)], "interactive")
+    assert sum(lengths(box.next_batch(13.0, 0, idle=True).batch)) == 100
+
+
+def test_bulk_keeps_a_part_of_the_budget_however_slow_forwards_are() -> None:
+    box = packer(brisk_s=0.1)
+    box.note_forward(1, 100.0)
+    box.add([entry(1, at=0.0)], "interactive")
+    box.add([entry(5) for _ in range(40)], "bulk")
+    box.next_batch(0.0, 0, idle=True)
+    assert sum(lengths(box.next_batch(0.0, 0, idle=True).batch)) == 25

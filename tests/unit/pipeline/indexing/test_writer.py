@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
-from actors.ports import NoMetrics, SystemClock
-from pipeline.indexing.records import DELETED, Outcome, Version, Write
+from actors.ports import Clock, NoMetrics, SystemClock
+from pipeline.indexing.records import DELETED, Entry, Outcome, Version, Write
 from pipeline.indexing.sinks.base import StoreUnavailable
-from pipeline.indexing.writer import IndexWriter, WritePolicy
+from pipeline.indexing.writer import FEWEST_BULK, LIVE_IN_A_ROW, SLOW_S, IndexWriter, WritePolicy
 from tests.conformance.collection_suite import IDENTITY, contents, delete, expected, put
+from tests.support.fakes import ManualClock
 from tests.support.memory_collection import MemoryCollection
 
 QUICK = WritePolicy(linger_s=0, first_backoff_s=0, max_backoff_s=0, attempts=4)
@@ -22,13 +23,13 @@ QUICK = WritePolicy(linger_s=0, first_backoff_s=0, max_backoff_s=0, attempts=4)
 
 @contextlib.asynccontextmanager
 async def writing(
-    policy: WritePolicy = QUICK,
+    policy: WritePolicy = QUICK, clock: Clock | None = None
 ) -> AsyncIterator[tuple[IndexWriter, MemoryCollection]]:
     """A writer whose task is not started: `submit`s gather until `started`."""
     collection = MemoryCollection(uuid.uuid4().hex)
     await collection.open(IDENTITY)
     yield (
-        IndexWriter(collection, policy=policy, clock=SystemClock(), metrics=NoMetrics()),
+        IndexWriter(collection, policy=policy, clock=clock or SystemClock(), metrics=NoMetrics()),
         collection,
     )
     await collection.drop()
@@ -141,13 +142,95 @@ async def test_a_store_that_does_not_answer_is_asked_again() -> None:
         assert calls == 2
 
 
+async def test_a_call_that_takes_long_is_told_while_it_is_waited_for() -> None:
+    clock = ManualClock()
+    async with writing(clock=clock) as (writer, collection):
+        asked, answer = asyncio.Event(), asyncio.Event()
+        read = collection.read_entries
+
+        async def slow(names: Sequence[str]) -> dict[str, Entry]:
+            asked.set()
+            await answer.wait()
+            return await read(names)
+
+        collection.read_entries = slow  # type: ignore[method-assign]
+        look_up = asyncio.create_task(writer.known(["a"]))
+        await asked.wait()
+        assert writer.problem() is None
+        clock.advance(SLOW_S + 1)
+        assert "6 s so far" in str(writer.problem())
+        answer.set()
+        await look_up
+        assert writer.problem() is None
+
+
 async def test_interactive_writes_go_first_and_batches_are_bounded() -> None:
     policy = WritePolicy(linger_s=0, max_documents=2)
     async with writing(policy) as (writer, collection):
         writes = [put(f"d{i}", 1, [str(i)]) for i in range(5)]
         lanes = ["bulk", "bulk", "bulk", "interactive", "bulk"]
         await outcomes_of(writer, writes, lanes)
-        assert collection.batches == [["d0", "d3"], ["d1", "d2"], ["d4"]]
+        assert collection.batches == [["d3"], ["d0", "d1"], ["d2", "d4"]]
+
+
+async def test_live_writes_that_never_end_leave_bulk_ones_a_place() -> None:
+    """A call of its own for a live change, but for one call in five."""
+    async with writing() as (writer, collection):
+
+        async def live() -> None:
+            for number in range(20):
+                await writer.submit(put(f"live-{number}", 1, ["x"]), "interactive")
+
+        async with asyncio.TaskGroup() as group:
+            changes = group.create_task(live())
+            bulk = group.create_task(writer.submit(put("old", 1, ["y"])))
+            running = group.create_task(writer.run())
+            await asyncio.wait([changes, bulk])
+            running.cancel()
+        place = next(i for i, names in enumerate(collection.batches) if "old" in names)
+        assert place <= LIVE_IN_A_ROW
+
+
+async def test_bulk_calls_are_short_while_live_changes_come() -> None:
+    """What a call may hold follows from how long calls took; without live changes it is the policy's."""
+    clock = ManualClock()
+    async with writing(WritePolicy(linger_s=0, beside_live_s=1.0), clock) as (writer, collection):
+        stored = collection.put_chunks
+
+        async def slow(writes: list[Write]) -> None:
+            clock.advance(0.05 * len(writes))
+            await stored(writes)
+
+        collection.put_chunks = slow  # type: ignore[method-assign]
+        documents = [put(f"d{i}", 1, [str(i)]) for i in range(400)]
+        await outcomes_of(writer, documents)
+        assert [len(batch) for batch in collection.batches] == [400]
+        collection.batches.clear()
+        documents = [put(f"d{i}", 2, [f"{i}."]) for i in range(200)]
+        lanes = ["interactive", *["bulk"] * 199]
+        await outcomes_of(writer, documents, lanes)
+        assert [len(batch) for batch in collection.batches][:3] == [1, FEWEST_BULK, FEWEST_BULK]
+        assert (await collection.status()).n_documents == 400
+
+
+async def test_a_look_up_for_live_changes_passes_those_of_a_backfill() -> None:
+    async with writing() as (writer, collection):
+        asked: list[str] = []
+        read, first = collection.read_entries, asyncio.Event()
+
+        async def noted(names: Sequence[str]) -> dict[str, Entry]:
+            asked.extend(names)
+            await first.wait()
+            return await read(names)
+
+        collection.read_entries = noted  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            for name, lane in (("a", "bulk"), ("b", "bulk"), ("c", "interactive")):
+                group.create_task(writer.known([name], lane))  # type: ignore[arg-type]
+            while not asked:
+                await asyncio.sleep(0)
+            first.set()
+        assert asked == ["a", "c", "b"]
 
 
 async def test_bytes_bound_a_batch_and_a_larger_document_goes_alone() -> None:
