@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +43,9 @@ def fake_ids(text: str) -> list[int]:
 
 class FakeEncoder:
     """Words to ids. `calls` counts batched calls."""
+
+    spec: Any = SimpleNamespace(sparse=None)
+    """What a folder says of a model: no sparse vectors."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
