@@ -29,7 +29,7 @@ from pipeline.indexing.options import ChunkOptions, DocumentOptions
 from pipeline.lifecycle import StopSignal
 from pipeline.observe.logs import configure_logging
 from pipeline.observe.metrics import PrometheusMetrics
-from pipeline.settings.load import ModelSettings, RouteSettings, Settings
+from pipeline.settings.load import ExecutorSettings, ModelSettings, RouteSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
 from pipeline.transports.inproc.options import InprocOptions
 from pipeline.transports.inproc.sink import InprocSink
@@ -49,7 +49,9 @@ def body(rng: random.Random, name: str) -> bytes:
 
 
 @asynccontextmanager
-async def service(model: str, folder: str) -> AsyncIterator[tuple[InprocBroker, InprocBroker]]:
+async def service(
+    model: str, folder: str, reserved: int
+) -> AsyncIterator[tuple[InprocBroker, InprocBroker]]:
     """The queues of live changes and of the backfill of a running service."""
     document = DocumentOptions(id="id", text="{text}")
     brokers: dict[str, InprocBroker] = {}
@@ -67,7 +69,11 @@ async def service(model: str, folder: str) -> AsyncIterator[tuple[InprocBroker, 
                 lane=lane, document=document, chunk=ChunkOptions(by="tokens"),  # type: ignore[arg-type]
             )
         )  # fmt: skip
-    settings = Settings(models={"m": ModelSettings(path=model)}, routes=tuple(routes))
+    settings = Settings(
+        models={"m": ModelSettings(path=model)},
+        routes=tuple(routes),
+        executor=ExecutorSettings(reserved_threads=reserved),
+    )
     app = App(settings, metrics=PrometheusMetrics(), transports=transports)
     stop = StopSignal(20.0)
     running = asyncio.create_task(app.run(stop))
@@ -117,7 +123,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     p50: dict[str, list[float]] = {"idle": [], "beside a backfill": []}
     p99: dict[str, list[float]] = {"idle": [], "beside a backfill": []}
     with tempfile.TemporaryDirectory() as folder:
-        async with service(model, folder) as (changes, documents):
+        async with service(model, folder, arguments.reserved) as (changes, documents):
             await live(changes, rng, arguments.rate, 3.0)
             for number in range(arguments.rounds):
                 for name in p50:
@@ -150,4 +156,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--reserved", type=int, default=1, help="executor.reserved_threads (auto is 0 below four)"
+    )
     asyncio.run(measure(parser.parse_args()))

@@ -136,6 +136,7 @@ def build_graph(
         clock=clock,
         fail=egress.fail,
     )
+    reserved = settings.executor.reserved_threads
     dispatcher = Dispatcher(
         coalescer,
         models.executor,
@@ -144,6 +145,7 @@ def build_graph(
         complete=egress.complete,
         clock=clock,
         metrics=metrics,
+        reserved=None if reserved == "auto" else reserved,
         results=results,
     )
     tokenizers = {

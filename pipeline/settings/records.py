@@ -330,6 +330,13 @@ class ExecutorSettings(Record, frozen=True, kw_only=True):
             "than the model (docs/scaling.md).",
         ),
     ] = 1
+    reserved_threads: Annotated[
+        Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"],
+        Meta(
+            description="Threads that bulk work leaves free while interactive items keep coming, so that "
+            'these begin at once; one always stays for bulk. "auto": a quarter of them, none below four.',
+        ),
+    ] = "auto"
 
 
 class Origin(msgspec.Struct, frozen=True):

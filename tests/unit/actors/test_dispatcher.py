@@ -35,6 +35,7 @@ class Harness:
         budget: int = 64,
         held: bool = False,
         executor: Executor | None = None,
+        reserved: int | None = None,
     ) -> None:
         self.metrics = RecordingMetrics()
         self.outcomes: dict[int, ItemOutcome] = {}
@@ -59,6 +60,7 @@ class Harness:
             complete=self._complete,
             clock=clock,
             metrics=self.metrics,
+            reserved=reserved,
         )
 
     def _complete(self, owner: InFlight, index: int, outcome: ItemOutcome) -> None:
@@ -357,8 +359,8 @@ async def test_over_threads_nothing_is_lost_and_nothing_is_computed_twice() -> N
     assert harness.metrics.counts["batches_packed_again_total"] > 0
 
 
-async def test_a_thread_is_free_while_interactive_items_are_expected() -> None:
-    """Bulk forwards that hold their threads hold up no interactive item."""
+async def test_reserved_threads_are_free_while_interactive_items_are_expected() -> None:
+    """Bulk forwards that hold their threads hold up no interactive item; one thread stays for bulk."""
     go_on, bulk_id = threading.Event(), 7
 
     def block(batch: PackedBatch) -> None:
@@ -369,7 +371,7 @@ async def test_a_thread_is_free_while_interactive_items_are_expected() -> None:
     executor = ModelExecutor({"fake": lambda: runner}, 2)
     await asyncio.wrap_future(executor.load("fake"))
     now = SystemClock().monotonic
-    harness = Harness(runner, budget=4, executor=executor)
+    harness = Harness(runner, budget=4, executor=executor, reserved=9)
     bulk = [entry(4, first_id=bulk_id, at=now()) for _ in range(8)]
     try:
         async with running(harness):
