@@ -3,8 +3,8 @@
     python -m benchmarks.indexing [--documents 3000] [--minilm 300] [--sinks lance pgvector ...]
 
 Who calls it: a person. Kafka is Apache Kafka where KAFKA_HOME says where it is, else the packaged broker. Stores are
-those that run here from a package: LanceDB, PostgreSQL with pgvector, Parquet files, Redis 8, Chroma, Milvus Lite,
-OpenSearch where OPENSEARCH_HOME says where it is.
+those that run here from a package: LanceDB, Parquet files, Qdrant's client in local mode, PostgreSQL with pgvector,
+Redis 8, Chroma, Milvus Lite, OpenSearch where OPENSEARCH_HOME says where it is.
 What must stay true: records are in the topic before the clock starts; it runs from the first record handed out
 to the last document stored; a replay is the same topic for a new group, and the collection is compared with itself,
 all rows and the ledger. Service, broker and store share the machine's cores.
@@ -55,6 +55,7 @@ REPEATS = 0.37
 STORES: dict[str, Callable[[], LocalServer] | None] = {
     "lance": None,
     "parquet": None,
+    "qdrant": None,
     "pgvector": stores.new_postgres,
     "redis-vectors": stores.new_redis8,
     "chroma": stores.new_chroma,
