@@ -1,6 +1,6 @@
 """docs/tutorial.md does what it says, with its own files and commands; so does the README's Kafka code.
 
-The brokers are the session's in place of `embedstream up`, which tests/integration/test_up.py runs; commands
+The brokers are the session's in place of `embedstream up`, which tests/fault/test_up.py runs; commands
 run in this process, so that the model's library is loaded once.
 """
 

@@ -194,11 +194,11 @@ async def test_live_writes_that_never_end_leave_bulk_ones_a_place() -> None:
 async def test_bulk_calls_are_short_while_live_changes_come() -> None:
     """What a call may hold follows from how long calls took; without live changes it is the policy's."""
     clock = ManualClock()
-    async with writing(WritePolicy(linger_s=0, beside_live_s=1.0), clock) as (writer, collection):
+    async with writing(WritePolicy(linger_s=0, beside_live_s=0.01), clock) as (writer, collection):
         stored = collection.put_chunks
 
         async def slow(writes: list[Write]) -> None:
-            clock.advance(0.05 * len(writes))
+            clock.advance(0.0005 * len(writes))
             await stored(writes)
 
         collection.put_chunks = slow  # type: ignore[method-assign]
