@@ -15,6 +15,7 @@ the parent; the health port is the parent's and speaks for all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -216,14 +217,14 @@ class Parent:
     async def _look(self, child: Child) -> None:
         """Ask one process again and again how it is."""
         while True:
-            try:
+            seen: Seen | None = None  # not up yet, or it hangs: the age of the last answer tells
+            with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
                 async with asyncio.timeout(ANSWER_S):
-                    child.seen = await ask(child.port, self._clock.monotonic())
-            except (OSError, ValueError, msgspec.MsgspecError):
-                pass  # not up yet, or it hangs: the age of what was seen tells
-            else:
-                if child.seen.readiness.ready and child.ready_s is None:
-                    child.ready_s = child.seen.at_s
+                    seen = await ask(child.port, self._clock.monotonic())
+            if seen is not None:
+                child.seen = seen
+                if seen.readiness.ready and child.ready_s is None:
+                    child.ready_s = seen.at_s
                     child.failures = 0
                     log.info("process_ready", process=child.number)
                     self._metrics.gauge("process_up", 1.0, process=str(child.number))

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,13 @@ from tests.support.documents import (
 )
 from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo
-from tests.support.stores import PostgresServer, new_postgres
+from tests.support.stores import PostgresServer
 
 KILLS = int(os.environ.get("EMBEDSTREAM_CHAOS_KILLS", "2"))
 RECORDS = int(os.environ.get("EMBEDSTREAM_CHAOS_RECORDS", "900"))
 LONGEST_S = 240 + 30 * KILLS
 
 pytestmark = [pytest.mark.real_kafka, pytest.mark.kafka, pytest.mark.timeout(LONGEST_S)]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    """One server for the module."""
-    server = new_postgres()
-    asyncio.run(server.start())
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture(params=["lance", "pgvector"])

@@ -16,7 +16,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tests.support.documents import (
 )
 from tests.support.processes import ServiceProcess, service_process
 from tests.support.servers import ServerInfo, unique
-from tests.support.stores import PostgresServer, new_postgres
+from tests.support.stores import PostgresServer
 
 OUTAGE_S = float(os.environ.get("EMBEDSTREAM_OUTAGE_S", "3"))
 LONGEST_S = 120 + 3 * OUTAGE_S
@@ -46,17 +46,6 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(LONGEST_S)]
 
 Trouble = Callable[[ServiceProcess], Any]
 """A context manager around the time of trouble."""
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    """One server for the module."""
-    server = new_postgres()
-    asyncio.run(server.start())
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def documents(n: int, start: int, word_bytes: int) -> list[Record]:
