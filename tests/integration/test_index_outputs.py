@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gpu.device.pick import init_executor_thread
 from gpu.load import make_runner_factory
 from pipeline.cli.commands import main
 from pipeline.indexing.sinks.base import Row
@@ -67,10 +69,16 @@ def rows(url: str) -> dict[str, Row]:
 
 
 def outputs(model: Path, name: str, text: str, **fields: Any) -> Any:
-    """What the engine gives for one text."""
-    runner = make_runner_factory("m", model)()
-    (found,) = answer(runner, encode(runner, text, outputs=(name,), **fields).items)
-    return getattr(found, name)
+    """What the engine gives for one text, on a thread like an executor's: with more intra-op threads than
+    one, last digits may differ."""
+
+    def compute() -> Any:
+        runner = make_runner_factory("m", model)()
+        (found,) = answer(runner, encode(runner, text, outputs=(name,), **fields).items)
+        return getattr(found, name)
+
+    with ThreadPoolExecutor(1, initializer=init_executor_thread) as thread:
+        return thread.submit(compute).result()
 
 
 def first_hit(capsys: pytest.CaptureFixture[str], question: str, url: str, model: Path) -> str:
