@@ -216,6 +216,7 @@ class ModelInfo:
     packed: bool = True  # False: length-bucketed padding through the same seam
     attention: str = "sdpa"  # backend, shown by `check`
     linears: str = "torch"  # "onednn-prepacked" or "torch"
+    implementation: str = "transformers"  # whose code computes the layers: that, or "own"
     notes: tuple[str, ...] = ()  # what an operator should know, one sentence each
     flops_per_token: int = 0  # of the linears, two per weight; 0: not a sum of linears
     honoured: tuple[str, ...] = ()  # keys of the folder's files that were obeyed, "file: key"

@@ -30,7 +30,7 @@ from gpu.runner import BaseRunner, OnPhase
 
 
 class ModelRunner(BaseRunner):
-    """Implements `gpu.batch.Runner` on transformers classes."""
+    """Implements `gpu.batch.Runner` on transformers' classes, or our own of `gpu.forward.encoder`."""
 
     weights = ("_forward", "_head", "_sharing", "_outputs", "_queries")
 
@@ -108,6 +108,7 @@ def _found(spec: ModelSpec, checked: ProvenModel) -> dict[str, Any]:
         "packed": isinstance(checked.forward, PackedForward),
         "attention": "+".join(checked.finding.attention) or "transformers",
         "linears": linears.name,
+        "implementation": "own" if checked.loaded.own else "transformers",
         "flops_per_token": checked.flops_per_token,
         "notes": tuple(notes),
     }

@@ -60,6 +60,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             "answer with the same last digits."
         ),
     ] = "auto"
+    implementation: Annotated[
+        Literal["auto", "transformers"],
+        Meta(
+            description='Whose code computes the layers. "auto": this engine\'s own for BERT and its kin on the CPU, '
+            "which starts sooner; transformers' classes for all others."
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Meta(

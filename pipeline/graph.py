@@ -205,7 +205,8 @@ def build_graph(
 def maker_of(info: ModelInfo) -> str:
     """Who computes: two that compare alike make the same bytes of the same item."""
     told = (info.name, info.fingerprint, info.dtype, info.device.partition(":")[0], info.linears)
-    return repr((*told, info.attention, info.packed, info.normalized, info.pooling, _release()))
+    layers = (info.implementation, info.attention, info.packed)
+    return repr((*told, *layers, info.normalized, info.pooling, _release()))
 
 
 def _release() -> str:

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -46,29 +46,34 @@ def gemm(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Ten
 def _model(weight: torch.Tensor, bias: torch.Tensor | None) -> bytes:
     """ModelProto: ``y = Gemm(x, w, b)`` with transB."""
     inputs = ["x", "w"] if bias is None else ["x", "w", "b"]
-    trans_b = _text(1, "transB") + _varint(3, 1) + _varint(20, _INT_ATTRIBUTE)
-    node = b"".join(_text(1, name) for name in inputs)
-    node += _text(2, "y") + _text(4, "Gemm") + _field(5, trans_b)
-    graph = _field(1, node) + _text(2, "linear") + _field(5, _tensor("w", weight))
+    trans_b = [*_text(1, "transB"), *_varint(3, 1), *_varint(20, _INT_ATTRIBUTE)]
+    node = [piece for name in inputs for piece in _text(1, name)]
+    node += [*_text(2, "y"), *_text(4, "Gemm"), *_field(5, trans_b)]
+    graph = [*_field(1, node), *_text(2, "linear"), *_field(5, _tensor("w", weight))]
     if bias is not None:
         graph += _field(5, _tensor("b", bias))
     out_features, in_features = weight.shape
-    graph += _field(11, _matrix("x", in_features)) + _field(12, _matrix("y", out_features))
-    opset = _varint(2, 13)
-    return _varint(1, 8) + _field(7, graph) + _field(8, opset)
+    graph += _field(11, _matrix("x", in_features))
+    graph += _field(12, _matrix("y", out_features))
+    return b"".join([*_varint(1, 8), *_field(7, graph), *_field(8, _varint(2, 13))])
 
 
-def _tensor(name: str, values: torch.Tensor) -> bytes:
+_Pieces: TypeAlias = list[bytes | memoryview]
+"""A message as it will be written, so that a weight is copied once and not for each message around it."""
+
+
+def _tensor(name: str, values: torch.Tensor) -> _Pieces:
     """TensorProto: dims, data_type, name, raw_data."""
-    raw = values.detach().contiguous().numpy().tobytes()
-    dims = b"".join(_varint(1, n) for n in values.shape)
-    return dims + _varint(2, _FLOAT) + _text(8, name) + _field(9, raw)
+    raw = memoryview(values.detach().contiguous().numpy()).cast("B")
+    dims = [piece for n in values.shape for piece in _varint(1, n)]
+    return [*dims, *_varint(2, _FLOAT), *_text(8, name), *_field(9, [raw])]
 
 
-def _matrix(name: str, columns: int) -> bytes:
+def _matrix(name: str, columns: int) -> _Pieces:
     """ValueInfoProto: float [rows, columns]."""
-    shape = _field(1, _text(2, "rows")) + _field(1, _varint(1, columns))
-    return _text(1, name) + _field(2, _field(1, _varint(1, _FLOAT) + _field(2, shape)))
+    shape = [*_field(1, _text(2, "rows")), *_field(1, _varint(1, columns))]
+    kind = _field(1, [*_varint(1, _FLOAT), *_field(2, shape)])
+    return [*_text(1, name), *_field(2, kind)]
 
 
 def _number(value: int) -> bytes:
@@ -79,13 +84,13 @@ def _number(value: int) -> bytes:
     return bytes((*out, value))
 
 
-def _varint(field: int, value: int) -> bytes:
-    return _number(field << 3) + _number(value)
+def _varint(field: int, value: int) -> _Pieces:
+    return [_number(field << 3) + _number(value)]
 
 
-def _field(field: int, payload: bytes) -> bytes:
-    return _number(field << 3 | 2) + _number(len(payload)) + payload
+def _field(field: int, payload: _Pieces) -> _Pieces:
+    return [_number(field << 3 | 2) + _number(sum(map(len, payload))), *payload]
 
 
-def _text(field: int, value: str) -> bytes:
-    return _field(field, value.encode())
+def _text(field: int, value: str) -> _Pieces:
+    return _field(field, [value.encode()])

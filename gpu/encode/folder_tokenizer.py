@@ -3,6 +3,7 @@
 Who calls it: `gpu.load`, on the thread that loads the model.
 What must stay true: nothing is fetched; what the folder's tokenizer would do differently from what its
 library does with it (end token, chat template) is settled here, once, and said in the notes.
+transformers builds every tokenizer but BERT's ordinary one (`gpu.encode.wordpiece`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from gpu.encode.template import learn_template
 from gpu.encode.text import EmptyPolicy, TextEncoder
+from gpu.encode.wordpiece import plain_wordpiece
 from gpu.faults import ModelLoadError
 from gpu.folder.chat import rendered_chat
 from gpu.folder.nvembed import NVEMBED
@@ -32,8 +34,6 @@ def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any
 
     Raises `ModelLoadError` when there is none.
     """
-    from transformers import AutoTokenizer
-
     found_files = [path for name in TOKENIZER_FILES if (path := spec.transformer / name).is_file()]
     for path in found_files:
         refuse_pointer(path)
@@ -43,6 +43,8 @@ def folder_tokenizer(spec: ModelSpec, *, trust_remote_code: bool = False) -> Any
     if odd := odd_tokenizer(spec.transformer, slow=is_slow_siglip(spec)):
         raise ModelLoadError(odd)
     with unusable(spec, "no usable tokenizer"):
+        from transformers import AutoTokenizer
+
         if is_slow_siglip(spec):
             from transformers import PreTrainedTokenizerFast
 
@@ -78,7 +80,12 @@ def load_encoder(
     spec: ModelSpec, *, empty_input: EmptyPolicy = "error", trust_remote_code: bool = False
 ) -> TextEncoder:
     """The encoder of a text model. Raises `ModelLoadError` when its tokenizer cannot serve it."""
-    outer = folder_tokenizer(spec, trust_remote_code=trust_remote_code)
+    outer: Any = None
+    templates = (spec.chat, spec.pairs, spec.conversation)  # rendered by transformers
+    if spec.model_type == "bert" and not any(templates):
+        outer = plain_wordpiece(spec.transformer)
+    if outer is None:
+        outer = folder_tokenizer(spec, trust_remote_code=trust_remote_code)
     fast = outer.backend_tokenizer
     if spec.calls.lower_case:
         _lower_case_first(fast)

@@ -2,7 +2,7 @@
 
 Who calls it: `gpu.model_runner`, once per load.
 What must stay true: nothing is chosen by name or by hope: a forward is taken when its numbers are those
-of transformers, and what is given up instead is a sentence in the notes.
+of the model class itself, and what is given up instead is a sentence in the notes.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ def pick_forward(
         "device": device,
         "token_types": int(getattr(loaded.config, "type_vocab_size", 0) or 0) > 1,
     }
+    against = "the plain formula" if loaded.own else "transformers"
     reason = spec.family.padded_because
     if reason is None and not hasattr(loaded.model, "set_attn_implementation"):
         reason = "its code has no attention interface"
     if reason is None:
-        register()
+        if not loaded.own:
+            register()
         loaded.model.set_attn_implementation(NAME)  # type: ignore[operator]
         packed = (PackedForward if rope is None else RopePackedForward)(
             loaded.base, position_offset=spec.position_offset, backends=backends, **common, **split
         )
-        finding = check_forward(packed, batch, reference, int(loaded.config.num_hidden_layers))
+        finding = check_forward(
+            packed, batch, reference, int(loaded.config.num_hidden_layers), against
+        )
         if finding.reason is None:
             return packed, finding
         reason = finding.reason
@@ -66,7 +70,7 @@ def pick_forward(
         **split,
     )
     notes.append(f"runs padded, not packed: {reason}")
-    return padded, check_forward(padded, batch, reference, 0)
+    return padded, check_forward(padded, batch, reference, 0, against)
 
 
 @torch.inference_mode()

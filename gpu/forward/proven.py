@@ -77,6 +77,7 @@ def load_proven(
             device=device,
             allow_pickle=settings.allow_pickle,
             trust_remote_code=settings.trust_remote_code,
+            implementation=settings.implementation,
         )
         on_phase("checking")
         flops = _flops_per_token(loaded.base)  # before linears are replaced

@@ -1,8 +1,8 @@
-"""The load-time self-check: is the pack computed as its items would be alone, by transformers itself?
+"""The load-time self-check: is the pack computed as its items would be alone, by the model class itself?
 
 Who calls it: `gpu.model_runner` at every load; nobody may skip it.
-What must stay true: the reference is transformers' own path (its attention, its positions, one item
-at a time, its own linears), so a wrong position offset, a leak between items, a window that is off by
+What must stay true: the reference is transformers' own path, or that of `gpu.forward.encoder` (attention by
+the plain formula, positions of its own, one item at a time, torch's linears), so a wrong position offset, a leak between items, a window that is off by
 one, a RoPE that depends on the pack or a broken linear all show.
 """
 
@@ -153,7 +153,11 @@ def check_tokens(
 
 @torch.inference_mode()
 def check_forward(
-    forward: Forward, batch: PackedBatch, reference: torch.Tensor, n_layers: int
+    forward: Forward,
+    batch: PackedBatch,
+    reference: torch.Tensor,
+    n_layers: int,
+    against: str = "transformers",
 ) -> Finding:
     """Run the probes and compare with the reference; for a packed forward also count attention calls."""
     served: tuple[str, ...] = ()
@@ -171,7 +175,7 @@ def check_forward(
         return Finding(
             f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         )
-    finding = compare(states, reference)
+    finding = compare(states, reference, against)
     if finding.reason is not None:
         return finding
     alone = torch.cat([forward(pack([item])) for item in batch.items])

@@ -1,4 +1,4 @@
-"""Weights into transformers classes: safetensors, checked keys, no connection, no surprise.
+"""Weights into their classes: safetensors, checked keys, no connection, no surprise.
 
 Who calls it: `gpu.model_runner`, once per model.
 What must stay true: a checkpoint that lacks a tensor or holds one that nobody reads is refused with
@@ -20,6 +20,7 @@ from gpu.folder.fingerprint import refused_pickle
 from gpu.folder.layerwise import MINICPM
 from gpu.folder.nvembed import NVEMBED
 from gpu.folder.spec import ModelSpec
+from gpu.forward.encoder_weights import load_own
 from gpu.forward.layerwise import load_layerwise
 from gpu.forward.lora import merged
 from gpu.forward.new_gte import NEW, gte_config
@@ -41,12 +42,14 @@ _NEXT_SENTENCE = re.compile(r"^cls\.seq_relationship\.")
 
 @dataclass(slots=True)
 class LoadedModel:
-    """model: the whole transformers model; base: its base model (the same for embedding models)."""
+    """model: the whole model; base: its base model (the same for embedding models). own: of this
+    engine's own classes, not of transformers'."""
 
     model: nn.Module
     base: nn.Module
     config: Any
     notes: tuple[str, ...] = ()
+    own: bool = False
 
 
 def load_model(
@@ -56,16 +59,30 @@ def load_model(
     device: torch.device,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    implementation: str = "transformers",
 ) -> LoadedModel:
-    """The model in eval mode on its device. Raises `ModelLoadError`."""
-    import transformers
-    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
-    from transformers.utils import logging as transformers_logging
-
+    """The model in eval mode on its device. implementation: the setting. Raises `ModelLoadError`."""
     weights = spec.weights
     pickled = [path for path in weights if path.suffix != ".safetensors"]
     if pickled and not allow_pickle:
         raise ModelLoadError(refused_pickle(pickled[0]))
+    own = None
+    if implementation == "auto":
+        own = load_own(spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if own is not None:
+        return _finished(spec, *own, device, own=True)
+    loaded = _by_transformers(spec, dtype, pickled=bool(pickled), trust_remote_code=trust_remote_code)
+    return _finished(spec, *loaded, device)
+
+
+def _by_transformers(
+    spec: ModelSpec, dtype: torch.dtype, *, pickled: bool, trust_remote_code: bool
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and its report of tensors that did not fit."""
+    import transformers
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     auto = AutoModelForSequenceClassification if spec.head else AutoModel
@@ -78,28 +95,33 @@ def load_model(
         if spec.head:
             name = name.removesuffix("Model") + "ForSequenceClassification"
         auto = getattr(transformers, name)
-    model: Any
     try:
         if spec.model_type == NVEMBED:
-            model, report = load_nvembed(spec, dtype)
-        elif spec.model_type == MINICPM:
-            model, report = load_layerwise(spec, dtype)
-        else:
-            model, report = auto.from_pretrained(
-                str(spec.weights_folder),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=not pickled,
-                **_config(spec),
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # so that the report names them; refused below
-                output_loading_info=True,
-            )
+            return load_nvembed(spec, dtype)
+        if spec.model_type == MINICPM:
+            return load_layerwise(spec, dtype)
+        model, report = auto.from_pretrained(
+            str(spec.weights_folder),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=not pickled,
+            **_config(spec),
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # so that the report names them; refused below
+            output_loading_info=True,
+        )
     except Exception as error:
         first_line = str(error).strip().split("\n")[0][:300]
         raise ModelLoadError(
             f"{spec.transformer}: transformers cannot load it: {type(error).__name__}: {first_line}"
         ) from error
+    return model, report
+
+
+def _finished(
+    spec: ModelSpec, model: Any, report: dict[str, Any], device: torch.device, *, own: bool = False
+) -> LoadedModel:
+    """Tensors accounted for, adapters merged, on its device, ready for a forward without gradients."""
     notes = _check_keys(spec, report)
     if spec.adapter is not None:
         model = merged(model, spec.adapter)
@@ -114,7 +136,7 @@ def load_model(
         base.pooler = None  # BERT's pooler feeds pre-training heads only; nothing here reads it
     wrap(base, spec.family)
     make_stateless(base)
-    return LoadedModel(model=model, base=base, config=model.config, notes=notes)
+    return LoadedModel(model=model, base=base, config=model.config, notes=notes, own=own)
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:

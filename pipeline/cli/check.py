@@ -306,7 +306,7 @@ def _model_plan(info: ModelInfo, verbose: bool) -> str:
         f"{info.architecture}, {', '.join(sorted(info.tasks))}; {info.dtype} on {info.device}; "
         f"fingerprint {info.fingerprint}",
         f"{'packed' if info.packed else 'padded by length'}; attention {info.attention}; "
-        f"linears {info.linears}; pooling {info.pooling or 'none'}"
+        f"linears {info.linears}; layers {info.implementation}; pooling {info.pooling or 'none'}"
         + (f"; {info.dimensions} dimensions" if info.dimensions else ""),
         f"max_tokens {info.max_tokens}; max_batch_tokens {info.max_batch_tokens}",
     ]

@@ -90,5 +90,6 @@ def _model(info: ModelInfo) -> dict[str, Any]:
         "packed": info.packed,
         "attention": info.attention,
         "linears": info.linears,
+        "implementation": info.implementation,
         "notes": list(info.notes),
     }

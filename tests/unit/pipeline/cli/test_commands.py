@@ -631,7 +631,7 @@ def test_check_prints_the_plan(
     arguments += ["-s", "models.m.path=x", "-s", "limits.max_items=77"]
     assert main(["check", *arguments]) == 0
     out = capsys.readouterr().out
-    for words in ("Fake", "packed; attention sdpa; linears torch", "max_batch_tokens 64", "files",
+    for words in ("Fake", "packed; attention sdpa; linears torch; layers transformers", "max_batch_tokens 64", "files",
                   "embed, rerank, classify, score: m", "reply_to of the request"):  # fmt: skip
         assert words in out, out
     assert re.search(r"limits\.max_items = 77 +# --set limits\.max_items", out)
