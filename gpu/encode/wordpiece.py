@@ -21,13 +21,37 @@ _INPUTS = ["input_ids", "token_type_ids", "attention_mask"]
 _FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
 # Read by nothing that makes ids: see `gpu.folder.key_rows`.
 _WITHOUT_EFFECT = frozenset(
-    """model_max_length name_or_path clean_up_tokenization_spaces padding_side truncation_side
-    max_length stride truncation_strategy pad_to_multiple_of pad_token_type_id special_tokens_map_file
-    tokenizer_file backend is_local local_files_only""".split()
+    [
+        "model_max_length",
+        "name_or_path",
+        "clean_up_tokenization_spaces",
+        "padding_side",
+        "truncation_side",
+        "max_length",
+        "stride",
+        "truncation_strategy",
+        "pad_to_multiple_of",
+        "pad_token_type_id",
+        "special_tokens_map_file",
+        "tokenizer_file",
+        "backend",
+        "is_local",
+        "local_files_only",
+    ]
 )
 _READ = frozenset(
-    """tokenizer_class do_lower_case strip_accents tokenize_chinese_chars do_basic_tokenize never_split
-    added_tokens_decoder additional_special_tokens extra_special_tokens model_input_names""".split()
+    [
+        "tokenizer_class",
+        "do_lower_case",
+        "strip_accents",
+        "tokenize_chinese_chars",
+        "do_basic_tokenize",
+        "never_split",
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "extra_special_tokens",
+        "model_input_names",
+    ]
 )
 
 
@@ -146,5 +170,7 @@ def _wanted(config: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> dict[st
             },
         },
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "added_tokens": [{"id": i, "content": text, **_FLAGS, "special": True} for i, text in added],
+        "added_tokens": [
+            {"id": i, "content": text, **_FLAGS, "special": True} for i, text in added
+        ],
     }

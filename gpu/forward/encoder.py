@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from gpu.attention.interface import NAME, attention
 

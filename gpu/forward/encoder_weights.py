@@ -57,7 +57,11 @@ class _NoInit(TorchFunctionMode):
     "meta" device would do, but its random numbers import a compiler."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":

@@ -71,7 +71,9 @@ def load_model(
         own = load_own(spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if own is not None:
         return _finished(spec, *own, device, own=True)
-    loaded = _by_transformers(spec, dtype, pickled=bool(pickled), trust_remote_code=trust_remote_code)
+    loaded = _by_transformers(
+        spec, dtype, pickled=bool(pickled), trust_remote_code=trust_remote_code
+    )
     return _finished(spec, *loaded, device)
 
 

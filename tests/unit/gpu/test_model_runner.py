@@ -127,7 +127,10 @@ def test_a_wrong_position_offset_is_caught(tmp_path: Path, monkeypatch: pytest.M
     row = dataclasses.replace(FAMILIES["xlm-roberta"], position_offset="none")
     monkeypatch.setitem(FAMILIES, "xlm-roberta", row)
     folder = write_model(tmp_path / "m", "xlm-roberta")
-    for implementation, reference in (("transformers", "transformers"), ("auto", "the plain formula")):
+    for implementation, reference in (
+        ("transformers", "transformers"),
+        ("auto", "the plain formula"),
+    ):
         runner = make_runner_factory("m", folder, max_tokens=60, implementation=implementation)()
         assert runner.info.packed is False
         assert f"differs from {reference}" in " ".join(runner.info.notes)

@@ -27,7 +27,9 @@ def runner(folder: Path, implementation: str = "auto", **given: Any) -> Any:
     return make_runner_factory("m", folder, implementation=implementation, **given)()
 
 
-def items(runner: Any, lengths: list[int], *, types: bool, task: Any = "embed") -> list[EncodedItem]:
+def items(
+    runner: Any, lengths: list[int], *, types: bool, task: Any = "embed"
+) -> list[EncodedItem]:
     rng = np.random.default_rng(len(lengths))
     made = []
     for length in lengths:
@@ -76,9 +78,7 @@ def test_it_does_so_for_any_sizes(
     }
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=8))
     family = data.draw(st.sampled_from(KIN))
-    folder = write_model(
-        tmp_path_factory.mktemp("m") / "m", family, pooling=None, **fields
-    )
+    folder = write_model(tmp_path_factory.mktemp("m") / "m", family, pooling=None, **fields)
     ours = runner(folder, pooling="mean")
     theirs = runner(folder, "transformers", pooling="mean")
     assert ours.info.implementation == "own"
@@ -105,7 +105,9 @@ def test_weights_in_half_precision_or_in_shards_are_taken(tmp_path: Path) -> Non
     names = sorted(state)
     halves = {"a": names[: len(names) // 2], "b": names[len(names) // 2 :]}
     for part, keys in halves.items():
-        save_file({name: state[name] for name in keys}, folder / f"{part}.safetensors", {"format": "pt"})
+        save_file(
+            {name: state[name] for name in keys}, folder / f"{part}.safetensors", {"format": "pt"}
+        )
     (folder / "model.safetensors").unlink()
     index = {name: f"{part}.safetensors" for part, keys in halves.items() for name in keys}
     (folder / "model.safetensors.index.json").write_text(
