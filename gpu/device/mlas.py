@@ -64,7 +64,7 @@ _Pieces: TypeAlias = list[bytes | memoryview]
 
 def _tensor(name: str, values: torch.Tensor) -> _Pieces:
     """TensorProto: dims, data_type, name, raw_data."""
-    raw = memoryview(values.detach().contiguous().numpy()).cast("B")
+    raw = values.detach().contiguous().numpy().data.cast("B")
     dims = [piece for n in values.shape for piece in _varint(1, n)]
     return [*dims, *_varint(2, _FLOAT), *_text(8, name), *_field(9, [raw])]
 

@@ -60,7 +60,9 @@ def encoder_config(
     config: Mapping[str, Any], *, model_type: str, n_labels: int
 ) -> EncoderConfig | None:
     """None where config.json leaves out a size, or asks for something that is not computed here."""
-    sizes = {name: config.get(name) for name in _SIZES}
+    sizes: dict[str, Any] = {name: config.get(name) for name in _SIZES}
+    types: Any
+    eps: Any
     types, eps = config.get("type_vocab_size"), config.get("layer_norm_eps")
     pad = config.get("pad_token_id")
     whole = [*sizes.values(), types]
@@ -230,7 +232,7 @@ class EncoderClassifier(nn.Module):
 def tensor_names(config: EncoderConfig) -> dict[str, tuple[str, ...]]:
     """Parameter here -> tensors of the checkpoint that it is made of, one below the other; without the
     prefix of the base model."""
-    found = {
+    found: dict[str, tuple[str, ...]] = {
         "words.weight": ("embeddings.word_embeddings.weight",),
         "types.weight": ("embeddings.token_type_embeddings.weight",),
         "places.weight": ("embeddings.position_embeddings.weight",),
