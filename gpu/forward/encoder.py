@@ -61,9 +61,8 @@ def encoder_config(
 ) -> EncoderConfig | None:
     """None where config.json leaves out a size, or asks for something that is not computed here."""
     sizes: dict[str, Any] = {name: config.get(name) for name in _SIZES}
-    types: Any
-    eps: Any
-    types, eps = config.get("type_vocab_size"), config.get("layer_norm_eps")
+    types: Any = config.get("type_vocab_size")
+    eps: Any = config.get("layer_norm_eps")
     pad = config.get("pad_token_id")
     whole = [*sizes.values(), types]
     if not all(type(n) is int and n > 0 for n in whole) or type(eps) is not float:
@@ -237,7 +236,7 @@ def tensor_names(config: EncoderConfig) -> dict[str, tuple[str, ...]]:
         "types.weight": ("embeddings.token_type_embeddings.weight",),
         "places.weight": ("embeddings.position_embeddings.weight",),
     }
-    modules = {"norm": ("embeddings.LayerNorm",)}
+    modules: dict[str, tuple[str, ...]] = {"norm": ("embeddings.LayerNorm",)}
     for i in range(config.num_hidden_layers):
         here, there = f"layers.{i}", f"encoder.layer.{i}"
         modules |= {
