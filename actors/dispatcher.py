@@ -12,6 +12,7 @@ nothing: it is fatal, and unsettled deliveries go to others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from copy import copy
@@ -180,19 +181,17 @@ class Dispatcher:
         if not entries:
             return
         started = self._clock.monotonic()
-        twins = _by_key(entries)
+        twins = _by_key(entries) if self._results.enabled else [[entry] for entry in entries]
         entries = [alike[0] for alike in twins]
         try:
             batch = pack([entry.item for entry in entries])
             submitted = self._executor.submit(model, batch)
             if out is not None:
                 out.future = submitted
-            future = asyncio.wrap_future(submitted)
-            future.add_done_callback(_consume)
-            await asyncio.wait({future})
+            await _ended(submitted)
             if out is not None and out.taken_back:
                 return
-            outcomes = scatter(batch, future.result())
+            outcomes = scatter(batch, submitted.result())
         except ExecutorDied:
             raise
         except Exception as error:  # noqa: BLE001  boundary: any fault of a model is its items' fault
@@ -203,17 +202,20 @@ class Dispatcher:
             return
         took = self._clock.monotonic() - started
         self._note_batch(model, batch.n_items, batch.n_tokens, batch.max_seqlen, took)
+        owner: InFlight | None = None
         for alike, outcome in zip(twins, outcomes, strict=True):
             self._results.put(alike[0].key, outcome)
             for entry in alike:
-                entry.owner.forward_s = max(entry.owner.forward_s, took)
+                if entry.owner is not owner:
+                    owner = entry.owner
+                    owner.forward_s = max(owner.forward_s, took)
                 mine = outcome
                 if isinstance(outcome, EmbedstreamError):
                     mine = outcome if len(alike) == 1 else copy(outcome)
                     mine.items = (entry.index,)
                     if isinstance(outcome, NonFinite):
                         self._metrics.count("nonfinite_total", model=model)
-                self._complete(entry.owner, entry.index, mine)
+                self._complete(owner, entry.index, mine)
             if len(alike) > 1:
                 self._metrics.count("items_reused_total", len(alike) - 1, model=model)
 
@@ -311,6 +313,18 @@ def _item_error(error: Exception, index: int) -> EmbedstreamError:
     return ModelError("the forward failed for this item even alone", items=(index,))
 
 
-def _consume(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
+async def _ended(submitted: Future[Any]) -> None:
+    """Wait until it is done. Cancelled, it goes on, and whatever becomes of it is nobody's."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def wake() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def tell(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(wake)
+
+    submitted.add_done_callback(tell)
+    await ended

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from actors.answers import Answer, Key
 from actors.ordering import Ticket
 from actors.ports import Delivery
@@ -85,10 +87,8 @@ class InFlight:
             return False
         self.outcomes[index] = outcome
         self.n_open -= 1
-        if self.n_open == 0:
-            self.closed = True
-            return True
-        return False
+        self.closed = not self.n_open
+        return self.closed
 
     def fail(self, error: EmbedstreamError) -> bool:
         """Fail the request as a whole; true unless it had already ended."""
@@ -103,28 +103,18 @@ class InFlight:
         return self.request.deadline_ms is not None and epoch_ms >= self.request.deadline_ms
 
 
-class Entry:
-    """One encoded item on its way into a batch.
+class Entry(msgspec.Struct, eq=False):
+    """One encoded item on its way into a batch. Never changed.
 
-    key: `actors.result_cache.key_of`, where results are shared. n_tokens: the item's cost.
+    n_tokens: of the item, its cost everywhere. key: `actors.result_cache.key_of`, where results are shared.
     """
 
-    __slots__ = ("enqueued_at", "index", "item", "key", "n_tokens", "owner")
-
-    def __init__(
-        self,
-        item: EncodedItem,
-        owner: InFlight,
-        index: int,
-        enqueued_at: float,
-        key: bytes | None = None,
-    ) -> None:
-        self.item = item
-        self.owner = owner
-        self.index = index
-        self.enqueued_at = enqueued_at
-        self.key = key
-        self.n_tokens = len(item.input_ids)
+    item: EncodedItem
+    owner: InFlight
+    index: int
+    enqueued_at: float
+    n_tokens: int
+    key: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

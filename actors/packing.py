@@ -207,18 +207,23 @@ class Packer:
         taken = 0
         if self.policy.group_lengths and queue:
             self._bring_near_lengths_forward(queue)
-        position = 0
+        position, alive = 0, None
         while position < len(queue) and position <= max_position and len(batch) < max_items:
             entry = queue[position]
-            if _is_dead(entry, epoch_ms):
-                self._remove(lane, position, take.dropped)
-                continue
+            if entry.owner is not alive:
+                if _is_dead(entry, epoch_ms):
+                    self._remove(lane, position, take.dropped)
+                    continue
+                alive = entry.owner  # and so are those of its other items
             n_tokens = entry.n_tokens
             travels_alone = alone_ok and not batch and position == 0
             if n_tokens > room and not travels_alone:
                 position += 1
                 continue
-            del queue[position]
+            if position:
+                del queue[position]
+            else:
+                queue.popleft()
             batch.append(entry)
             take.places.append((lane, position))
             taken += n_tokens

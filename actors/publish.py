@@ -34,9 +34,17 @@ from actors.ports import (
     Sink,
 )
 from actors.replies import build_reply
+from actors.reply_records import (
+    HEADER_ROOM_BYTES,
+    OFF_LOOP_NUMBERS,
+    encode,
+    headers_for,
+    numbers_in,
+    rows_record,
+)
 from actors.route import Destination, Finished, Refusal, Retry
 from gpu.batch import ModelInfo
-from schemas.codec import encode_reply, reply_headers, split_reply
+from schemas.codec import reply_headers
 from schemas.errors import (
     ContentType,
     EmbedstreamError,
@@ -49,12 +57,8 @@ from schemas.results import FailureReply, Reply
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-HEADER_ROOM_BYTES = 1024
-"""Kept free under the broker's record limit for headers and framing."""
 MIN_PART_BYTES = 512
 """Parts of a reply are not cut below this."""
-OFF_LOOP_NUMBERS = 20_000
-"""Numbers in a reply above which encoding leaves the event loop (JSON writes about 5 M floats/s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +185,7 @@ class ReplyDestination(Destination):
         """Publish the reply; whatever failed is told in it."""
         request = finished.request
         if finished.answer is not None:
-            headers = reply_headers(
-                request.id, request.content_type, traceparent=request.traceparent
-            )
+            headers = headers_for(request)
             for body in finished.answer.bodies:
                 await self._write(finished.address, request.id, body, headers, None, retry)
             return ()
@@ -244,23 +246,21 @@ class ReplyDestination(Destination):
         if finished.answer is not None:
             bodies: Sequence[bytes] = finished.answer.bodies
         else:
+            now, received_at = self._clock.monotonic(), finished.deliveries[0].received_at
+            limit_bytes = self._sink.max_record_bytes if self._split else None
             try:
-                reply = build_reply(
-                    finished,
-                    info,
-                    now=self._clock.monotonic(),
-                    received_at=finished.deliveries[0].received_at,
-                )
+                body = rows_record(finished, info, now, received_at, limit_bytes)
+                if body is not None:
+                    return Record(finished.address, request.id, body, headers_for(request))
+                reply = build_reply(finished, info, now=now, received_at=received_at)
             except Exception:  # noqa: BLE001  boundary: `deliver` meets it again, and says so
                 return None
-            if _numbers_in(reply) > OFF_LOOP_NUMBERS:
+            if numbers_in(reply) > OFF_LOOP_NUMBERS:
                 return None
-            limit_bytes = self._sink.max_record_bytes if self._split else None
-            bodies = _encode(reply, limit_bytes, request.content_type, request.encoding)
+            bodies = encode(reply, limit_bytes, request.content_type, request.encoding)
         if len(bodies) != 1:
             return None
-        headers = reply_headers(request.id, request.content_type, traceparent=request.traceparent)
-        return Record(finished.address, request.id, bodies[0], headers)
+        return Record(finished.address, request.id, bodies[0], headers_for(request))
 
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
         """Publish a failure."""
@@ -335,46 +335,19 @@ class ReplyDestination(Destination):
         """The reply as records of at most about `limit_bytes`."""
 
         work = (reply, limit_bytes, content_type, encoding)
-        if _numbers_in(reply) <= OFF_LOOP_NUMBERS:
-            return _encode(*work)
-        return await asyncio.get_running_loop().run_in_executor(self._encode_thread, _encode, *work)
+        if numbers_in(reply) <= OFF_LOOP_NUMBERS:
+            return encode(*work)
+        return await asyncio.get_running_loop().run_in_executor(self._encode_thread, encode, *work)
 
     async def aclose(self) -> None:
         """Stop the encoder thread. The sink is closed by who opened it."""
         self._encode_thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _encode(
-    reply: Reply | FailureReply,
-    limit_bytes: int | None,
-    content_type: ContentType,
-    encoding: Encoding,
-) -> list[bytes]:
-    try:
-        if isinstance(reply, FailureReply) or limit_bytes is None:
-            return [encode_reply(reply, content_type=content_type, encoding=encoding)]
-        room = max(256, limit_bytes - HEADER_ROOM_BYTES)
-        return split_reply(reply, room, content_type=content_type, encoding=encoding)
-    except EmbedstreamError as error:
-        # It would fail the same way for ever (metadata above the room, say): tell why.
-        bare = FailureReply(id=reply.id, error=error)
-        return [encode_reply(bare, content_type=content_type, encoding=encoding)]
-
-
 def _is_final(finished: Finished) -> bool:
     """Would the same request get the same answer, and not a better one?"""
     failed = any(isinstance(outcome, EmbedstreamError) for outcome in finished.outcomes)
     return finished.failure is None and not failed
-
-
-def _numbers_in(reply: Reply | FailureReply) -> int:
-    if isinstance(reply, FailureReply):
-        return 0
-    per_vector, n_vectors, n_sparse = reply.dimensions or 1, len(reply.items), 0
-    for item in reply.items:
-        n_vectors += len(item.multivector or ())
-        n_sparse += 0 if item.sparse is None else 2 * len(item.sparse.indices)
-    return per_vector * n_vectors + n_sparse
 
 
 def kind_of(address: str) -> str:

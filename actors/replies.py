@@ -55,20 +55,67 @@ def build_reply(
     request = finished.request
     if finished.failure is not None:
         return FailureReply(id=request.id, error=finished.failure, metadata=request.metadata)
-    plain = (
-        isinstance(request, EmbedRequest)
-        and request.dtype == "float32"
-        and request.outputs in ((), ("dense",))
-    )
+    plain = isinstance(request, EmbedRequest) and _is_plain(request)
     items = [
         _plain_item(finished, index, outcome)
         if plain and type(outcome) is ItemResult and outcome.is_dense_only
         else _item_reply(finished, index, outcome)
         for index, outcome in enumerate(finished.outcomes)
     ]
-    prompt_tokens = sum(finished.tokens)
     if isinstance(request, RerankRequest):
         items = _ranked(items, request)
+    return _reply_of(finished, info, items, len(items), now, received_at)
+
+
+def build_rows(
+    finished: Finished, info: ModelInfo, *, now: float, received_at: float
+) -> tuple[Reply, Float32] | None:
+    """What nearly every reply is made of: the reply without its items, and a finite float32 vector of each
+    one after the other [n x d]; None: `build_reply` has to build it."""
+    request, outcomes = finished.request, finished.outcomes
+    if (
+        type(request) is not EmbedRequest
+        or finished.failure is not None
+        or request.encoding != "bytes"
+        or not _is_plain(request)
+        or not outcomes
+    ):
+        return None
+    rows = []
+    for outcome in outcomes:
+        if (
+            type(outcome) is not ItemResult
+            or (row := outcome.dense) is None
+            or outcome.scores is not None
+            or outcome.sparse is not None
+            or outcome.multivector is not None
+            or outcome.spans is not None
+        ):
+            return None
+        rows.append(row)
+    size = len(rows[0])
+    if not size or set(map(len, rows)) != {size}:
+        return None
+    together = (rows[0] if len(rows) == 1 else np.concatenate(rows)).astype("<f4", copy=False)
+    if not together.flags.c_contiguous or not np.isfinite(together).all():
+        return None
+    return _reply_of(finished, info, [], len(rows), now, received_at), together
+
+
+def _is_plain(request: EmbedRequest) -> bool:
+    return request.dtype == "float32" and request.outputs in ((), ("dense",))
+
+
+def _reply_of(
+    finished: Finished,
+    info: ModelInfo,
+    items: list[ItemReply],
+    n: int,
+    now: float,
+    received_at: float,
+) -> Reply:
+    request = finished.request
+    prompt_tokens = sum(finished.tokens)
     dimensions = normalized = dtype = None
     if isinstance(request, EmbedRequest) and (size := _vector_size(request, info)) is not None:
         dimensions = size
@@ -80,7 +127,7 @@ def build_reply(
         task=request.task,
         model=ModelRef(name=info.name, fingerprint=info.fingerprint, dtype=info.dtype),
         items=items,
-        n=len(items),
+        n=n,
         usage=Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens),
         dimensions=dimensions,
         dtype=dtype,

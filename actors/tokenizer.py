@@ -170,25 +170,27 @@ class Tokenizer:
 
     def _entries_of(self, in_flight: InFlight, offset: int, encoded: EncodedRequest) -> list[Entry]:
         in_flight.prompt = encoded.prompt
-        now = self._clock.monotonic()
+        now, items = self._clock.monotonic(), encoded.items
         entries = []
-        for position, item in enumerate(encoded.items):
-            index = offset + position
-            if isinstance(item, EncodedItem):
-                in_flight.tokens[index] = item.n_tokens
-                in_flight.truncated[index] = item.truncated
-                key = None if self._results is None else key_of(self._maker, item)
-                known = None if self._results is None else self._results.get(key)
-                if known is None:
-                    entries.append(Entry(item, in_flight, index, now, key))
-                else:
-                    self._metrics.count("items_reused_total", model=self.model)
-                    self._complete(in_flight, index, known)
-            else:
+        for index, item in enumerate(items, offset):
+            if not isinstance(item, EncodedItem):
                 if offset and item.items:
                     item.items = tuple(i + offset for i in item.items)
                 self._complete(in_flight, index, item)
-        self._charge_tokens(in_flight, sum(entry.n_tokens for entry in entries))
+                continue
+            n_tokens = in_flight.tokens[index] = len(item.input_ids)
+            in_flight.truncated[index] = item.truncated
+            if self._results is None:
+                entries.append(Entry(item, in_flight, index, now, n_tokens))
+                continue
+            key = key_of(self._maker, item)
+            known = self._results.get(key)
+            if known is None:
+                entries.append(Entry(item, in_flight, index, now, n_tokens, key))
+            else:
+                self._metrics.count("items_reused_total", model=self.model)
+                self._complete(in_flight, index, known)
+        self._charge_tokens(in_flight, sum([entry.n_tokens for entry in entries]))
         return entries
 
     def close(self) -> None:

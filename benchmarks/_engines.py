@@ -84,7 +84,7 @@ class OurEngine:
         entries = []
         for i, item in enumerate(encoded.items):
             assert isinstance(item, EncodedItem), item
-            entries.append(Entry(item, owner, start + i, 0.0))
+            entries.append(Entry(item, owner, start + i, 0.0, item.n_tokens))
         return entries
 
     def _submit(

@@ -126,16 +126,16 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
     the history. Zero-token items are allowed (their segment is empty).
     """
     assert len(items) > 0, "an empty batch is a bug of the packer"
-    given = [item.n_tokens for item in items]
+    given = [len(item.input_ids) for item in items]
     order = sorted(range(len(items)), key=given.__getitem__, reverse=True)  # stable all the same
     rows = tuple([items[i] for i in order])
-    lengths = np.asarray([given[i] for i in order], dtype=np.int64)
+    lengths = np.array([given[i] for i in order], dtype=np.int64)
     cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
+    lengths.cumsum(out=cu_seqlens[1:])
     total = int(cu_seqlens[-1])
-    positions = np.arange(total, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
+    positions = np.arange(total, dtype=np.int32) - cu_seqlens[:-1].repeat(lengths)
     token_type_ids: Int32 | None = None
-    if any(item.token_type_ids is not None for item in rows):
+    if {type(item.token_type_ids) for item in rows} != {type(None)}:
         token_type_ids = np.zeros(total, dtype=np.int32)
         for row, item in enumerate(rows):
             if item.token_type_ids is not None:
@@ -145,7 +145,7 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
         positions=positions.astype(np.int32, copy=False),
         token_type_ids=token_type_ids,
         cu_seqlens=cu_seqlens,
-        max_seqlen=int(lengths.max()),
+        max_seqlen=given[order[0]],
         item_index=np.asarray(order, dtype=np.int32),
         items=rows,
     )

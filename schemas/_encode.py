@@ -231,9 +231,9 @@ def envelope_to_wire(reply: Reply) -> dict[str, Any]:
     _put(wire, "parts", reply.parts)
     if reply.timings is not None:
         wire["timings"] = {
-            "queue_ms": _finite(reply.timings.queue_ms),
-            "forward_ms": _finite(reply.timings.forward_ms),
-            "total_ms": _finite(reply.timings.total_ms),
+            "queue_ms": finite(reply.timings.queue_ms),
+            "forward_ms": finite(reply.timings.forward_ms),
+            "total_ms": finite(reply.timings.total_ms),
         }
     _put(wire, "metadata", reply.metadata)
     return wire
@@ -252,7 +252,7 @@ def item_to_wire(
         if item.embedding is not None:
             wire["embedding"] = _vector(item.embedding, reply, content_type, encoding)
         if item.scale is not None:
-            wire["scale"] = _finite(item.scale)
+            wire["scale"] = finite(item.scale)
         if item.sparse is not None:
             wire["sparse"] = _sparse(item.sparse)
         if item.multivector is not None:
@@ -262,11 +262,11 @@ def item_to_wire(
         if item.spans is not None:
             wire["spans"] = [list(span) for span in item.spans]
         if item.scales is not None:
-            wire["scales"] = [_finite(scale) for scale in item.scales]
+            wire["scales"] = [finite(scale) for scale in item.scales]
         if item.scores is not None:
-            wire["scores"] = {label: _finite(score) for label, score in item.scores.items()}
+            wire["scores"] = {label: finite(score) for label, score in item.scores.items()}
         if item.relevance_score is not None:
-            wire["relevance_score"] = _finite(item.relevance_score)
+            wire["relevance_score"] = finite(item.relevance_score)
     except NonFinite:
         raise NonFinite(
             "a result is not finite and cannot be written", items=[item.index]
@@ -287,10 +287,11 @@ def _vector(data: bytes, reply: Reply, content_type: ContentType, encoding: Enco
 
 
 def _sparse(sparse: Sparse) -> dict[str, Any]:
-    return {"indices": sparse.indices, "values": [_finite(value) for value in sparse.values]}
+    return {"indices": sparse.indices, "values": [finite(value) for value in sparse.values]}
 
 
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """As a float. Raises `NonFinite`."""
     if value - value != 0:
         raise NonFinite("a number is not finite and cannot be written")
     return float(value)

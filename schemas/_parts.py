@@ -19,7 +19,7 @@ from .requests import Encoding
 from .results import ItemReply, Reply, Timings
 
 _WIDEST_MS: Final = -1.2345678901234567e-300  # as many bytes as any float takes
-_WIDENING_BYTES: Final = 256
+WIDENING_BYTES: Final = 256
 """More than the widest timings and part numbers add: three floats of 24 characters in JSON instead of at
 least 3, and `,"part":` and `,"parts":` with a number each, are under 120."""
 
@@ -45,7 +45,7 @@ def split_reply(
     n = len(reply.items)
     unsplit = msgspec.structs.replace(reply, part=None, parts=None)
     body = encode_reply(unsplit, content_type=content_type, encoding=chosen)
-    if len(body) + _WIDENING_BYTES <= max_body_bytes:
+    if len(body) + WIDENING_BYTES <= max_body_bytes:
         return [body]  # the usual case, and the exact sum below would say the same
     widest = msgspec.structs.replace(
         reply,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ._encode import dump, encode_reply, metadata_to_wire, request_to_wire
+from ._encode_rows import encode_rows
 from ._parts import join_parts, split_reply
 from ._read_json import JsonRecord
 from ._read_msgpack import MsgpackRecord
@@ -54,6 +55,7 @@ __all__ = [
     "default_encoding",
     "encode_reply",
     "encode_request",
+    "encode_rows",
     "join_parts",
     "reply_headers",
     "split_reply",

@@ -43,7 +43,7 @@ def entry(
     request = EmbedRequest(
         id=f"r{next(_numbers)}", input=(TokenIds(tuple(ids.tolist())),), deadline_ms=deadline_ms
     )
-    return Entry(EncodedItem(ids), in_flight(request), 0, at)
+    return Entry(EncodedItem(ids), in_flight(request), 0, at, n_tokens)
 
 
 class InlineExecutor:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.publish import OFF_LOOP_NUMBERS, _numbers_in
 from actors.replies import build_reply, quantize
+from actors.reply_records import OFF_LOOP_NUMBERS, numbers_in
 from gpu.batch import ItemResult, ModelInfo
 from schemas.codec import decode_reply, encode_reply
 from schemas.errors import NonFinite
@@ -169,7 +169,7 @@ def test_float16_overflow_is_an_error_of_that_item() -> None:
 def test_a_reply_of_many_token_vectors_is_encoded_off_the_event_loop() -> None:
     """E03: what decides is every number in the reply, not one vector per item."""
     many = [ItemResult(multivector=rows(4000, 6))]
-    assert _numbers_in(reply_to(many, outputs=("multivector",))) > OFF_LOOP_NUMBERS
+    assert numbers_in(reply_to(many, outputs=("multivector",))) > OFF_LOOP_NUMBERS
     weights = (np.arange(11_000, dtype=np.int32), np.ones(11_000, np.float32))
-    assert _numbers_in(reply_to([ItemResult(sparse=weights)], outputs=("sparse",))) > 20_000
-    assert _numbers_in(reply_to([FULL], outputs=("dense", "sparse", "multivector"))) < 1000
+    assert numbers_in(reply_to([ItemResult(sparse=weights)], outputs=("sparse",))) > 20_000
+    assert numbers_in(reply_to([FULL], outputs=("dense", "sparse", "multivector"))) < 1000
