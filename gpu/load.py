@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.batch import Runner
+from gpu.device.shape_caches import bound_shape_caches
 from gpu.faults import DeviceFault, ModelLoadError
 from gpu.folder.families import VISION_FAMILIES
 from gpu.folder.hub import resolve_folder
@@ -96,6 +97,7 @@ class RunnerFactory:
         self._enter("reading folder")
         spec = self.spec()
         self._enter("importing")
+        bound_shape_caches()
         if spec.model_type in STATIC_TYPES:
             runner = self._static(spec)
         elif spec.model_type in VISION_FAMILIES:
