@@ -25,14 +25,14 @@ from gpu.forward import speed
 from gpu.forward.packed import PackedForward
 from gpu.forward.proven import ProvenModel, load_proven
 from gpu.forward.task_adapters import by_adapter
-from gpu.pooler import segments_of
+from gpu.pooler import Segments, segments_of
 from gpu.runner import BaseRunner, OnPhase
 
 
 class ModelRunner(BaseRunner):
     """Implements `gpu.batch.Runner` on transformers' classes, or our own of `gpu.forward.encoder`."""
 
-    weights = ("_forward", "_head", "_sharing", "_outputs", "_queries")
+    weights = ("_forward", "_first", "_head", "_sharing", "_outputs", "_queries")
 
     def _load(self, prepack: bool, on_phase: OnPhase) -> dict[str, Any]:
         spec, settings, on_cpu = self.spec, self.settings, self.device.type == "cpu"
@@ -47,6 +47,7 @@ class ModelRunner(BaseRunner):
             backends=self._backends(), max_batch_tokens=self.budget, on_phase=on_phase,
         )  # fmt: skip
         self._forward, self._head, self._sharing = checked.forward, checked.head, checked.sharing
+        self._first = checked.first
         self._outputs = Outputs(
             spec,
             checked.loaded.model,
@@ -77,10 +78,7 @@ class ModelRunner(BaseRunner):
         return self._computed(batch)
 
     def _computed(self, batch: PackedBatch) -> list[ItemOutcome]:
-        shared = None if self._sharing is None else self._sharing.states(batch)
-        hidden, segments = shared or (
-            self._forward(batch), segments_of(batch, self.spec.skipped_pad)
-        )  # fmt: skip
+        hidden, segments = self._states(batch)
         if self._head is not None:
             logits = self._head(hidden, segments).float()
             found = scored(
@@ -93,6 +91,13 @@ class ModelRunner(BaseRunner):
             return found
         outcomes: list[ItemOutcome] = self._outputs(batch, hidden, segments)
         return outcomes
+
+    def _states(self, batch: PackedBatch) -> tuple[torch.Tensor, Segments]:
+        """Hidden states of all that is read, [n, hidden_size], and where the items lie in them."""
+        if self._first is not None:
+            return self._first.states(batch)
+        shared = None if self._sharing is None else self._sharing.states(batch)
+        return shared or (self._forward(batch), segments_of(batch, self.spec.skipped_pad))
 
 
 def _found(spec: ModelSpec, checked: ProvenModel) -> dict[str, Any]:

@@ -59,8 +59,12 @@ class Segments:
 
 def first_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
     """[total_tokens, h] -> [n_items, h]: the first token of each item that is not an excluded prompt."""
-    rows = [s + p for s, p in zip(segments.starts, segments.pooled_from, strict=True)]
-    return hidden[row_numbers(rows, hidden.device)]
+    return hidden[row_numbers(first_places(segments), hidden.device)]
+
+
+def first_places(segments: Segments) -> list[int]:
+    """Their places in the pack."""
+    return [s + p for s, p in zip(segments.starts, segments.pooled_from, strict=True)]
 
 
 def last_rows(hidden: torch.Tensor, segments: Segments) -> torch.Tensor:

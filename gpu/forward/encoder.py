@@ -107,16 +107,26 @@ class _Layer(nn.Module):
         self.lin2 = nn.Linear(inner, hidden)
         self.norm2 = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None, packed: bool) -> torch.Tensor:
-        """x, result: [n, length, hidden_size]. mask: additive, [n, 1, 1, length]; never with a pack."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        packed: bool,
+        read: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x, result: [n, length, hidden_size]. mask: additive, [n, 1, 1, length]; never with a pack.
+        read: the tokens whose result is wanted, as `EncoderModel` has it."""
         rows = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
         q, k, v = (rows[:, :, i].transpose(1, 2) for i in range(3))
         if packed:
             mixed = attention(self, q, k, v, scaling=self.head_dim**-0.5, is_causal=False)[0]
         else:
             mixed = _plain(q, k, v, mask)
+        mixed = mixed.reshape(x.shape)
+        if read is not None:
+            mixed, x = mixed[:, read], x[:, read]
         # The products are memory of their own, so that sums may go into them.
-        y = self.norm1(self.out(mixed.reshape(x.shape)).add_(x))
+        y = self.norm1(self.out(mixed).add_(x))
         out: torch.Tensor = self.norm2(self.lin2(self.activation(self.lin1(y))).add_(y))
         return out
 
@@ -169,8 +179,11 @@ class EncoderModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        read: torch.Tensor | None = None,
     ) -> States:
-        """All [n, length] int64. attention_mask: 0 where a token is not attended to; not with a pack."""
+        """All [n, length] int64. attention_mask: 0 where a token is not attended to; not with a pack.
+        read: [n_read], the tokens whose last states are wanted; the others end before the last layer's
+        feed-forward net. None: all."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
             position_ids = position_ids + self.config.first_position
@@ -182,8 +195,9 @@ class EncoderModel(nn.Module):
             blocked = attention_mask[:, None, None, :] == 0
             mask = torch.zeros_like(blocked, dtype=x.dtype)
             mask = mask.masked_fill_(blocked, torch.finfo(x.dtype).min)
-        for layer in self.layers:
-            x = layer(x, mask, self._packed)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x = layer(x, mask, self._packed, read if i == last else None)
         return States(x)
 
 

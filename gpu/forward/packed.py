@@ -76,11 +76,11 @@ class PackedForward:
             rows["token_type_ids"] = batch.token_type_ids
         return rows
 
-    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(self, inputs: dict[str, torch.Tensor], **more: Any) -> torch.Tensor:
         """[total_tokens] int64 each, on the device -> [total_tokens, hidden_size]; call it inside a
-        `packed_context`."""
+        `packed_context`. more: arguments that only this model's class takes."""
         batched = {name: values.unsqueeze(0) for name, values in inputs.items()}
-        output = self.base(**batched, attention_mask=None, **self._fixed)
+        output = self.base(**batched, attention_mask=None, **self._fixed, **more)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 

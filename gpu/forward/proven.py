@@ -25,6 +25,7 @@ from gpu.folder.spec import ModelSpec
 from gpu.forward import speed
 from gpu.forward.choice import pick_forward, pick_sharing
 from gpu.forward.cuda_graphs import with_graphs
+from gpu.forward.first_tokens import FirstTokens, first_tokens_of
 from gpu.forward.packed import Forward
 from gpu.forward.selfcheck import (
     Finding,
@@ -53,6 +54,7 @@ class ProvenModel:
     notes: list[str]
     head: HeadFn | None
     sharing: SharedPrefixForward | None = None
+    first: FirstTokens | None = None
     flops_per_token: int = 0
 
 
@@ -168,7 +170,8 @@ def _proven(
     sharing = None
     if settings.multi_item and head is not None and finding.reason is None:
         sharing = pick_sharing(forward, spec, batch, vocab_size, notes)
-    return ProvenModel(loaded, forward, finding, linears, notes, head, sharing)
+    first = first_tokens_of(forward, spec, batch) if finding.reason is None else None
+    return ProvenModel(loaded, forward, finding, linears, notes, head, sharing, first)
 
 
 def replace_linears(

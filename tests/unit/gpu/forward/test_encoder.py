@@ -210,3 +210,35 @@ def test_a_process_with_such_a_model_imports_neither_transformers_nor_a_compiler
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("model", "reads_first"),
+    [
+        ({"pooling": "cls"}, True),
+        ({"pooling": "cls", "dense": 8}, True),
+        ({"labels": 1}, True),
+        ({"labels": 3}, True),
+        ({"pooling": "mean"}, False),
+        ({"pooling": "lasttoken"}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_a_last_layer_for_first_tokens_alone_gives_the_same_bits(
+    tmp_path: Path, family: str, model: dict[str, Any], reads_first: bool
+) -> None:
+    ours = runner(write_model(tmp_path / "m", family, **model))
+    assert (ours._first is not None) is reads_first
+    task = min(ours.spec.tasks)
+    made = items(ours, [1, 40, 7, 7, 2, 19, 1], types=family == "bert", task=task)
+    made[1].pooled_from = 3  # a prompt that is left out of the pooling
+    packs = [pack(made), pack(made[:1])]
+    quick = [ours.forward(batch) for batch in packs]
+    ours._first = None
+    for batch, found in zip(packs, quick, strict=True):
+        for one, other in zip(found, ours.forward(batch), strict=True):
+            for name in ("dense", "scores"):
+                a, b = getattr(one, name), getattr(other, name)
+                assert (a is None) == (b is None)
+                assert a is None or np.array_equal(a, b)
