@@ -76,24 +76,28 @@ class MsgpackRecord:
 
     def metadata(self) -> Any:
         """See `schemas._record.Record`."""
-        raw = bytes(self._fields["metadata"])
-        check_metadata_bytes(len(raw), self._limits)
-        try:
-            return msgpack.unpackb(
-                raw,
-                max_ext_len=0,
-                object_pairs_hook=unique_pairs,
-                unicode_errors="surrogatepass",
-                strict_map_key=True,
-            )
-        except InvalidRequest:
-            raise
-        except msgpack.StackError:
-            raise_too_deep(self._limits, "$.metadata")
-        except UnicodeDecodeError:
-            raise InvalidRequest("a string is not UTF-8", path="$.metadata") from None
-        except (ValueError, TypeError):
-            raise InvalidRequest(_NOT_METADATA, path="$.metadata") from None
+        return read_metadata(bytes(self._fields["metadata"]), self._limits)
+
+
+def read_metadata(raw: bytes, limits: Limits) -> Any:
+    """The free-form field. Raises a typed error at its path."""
+    check_metadata_bytes(len(raw), limits)
+    try:
+        return msgpack.unpackb(
+            raw,
+            max_ext_len=0,
+            object_pairs_hook=unique_pairs,
+            unicode_errors="surrogatepass",
+            strict_map_key=True,
+        )
+    except InvalidRequest:
+        raise
+    except msgpack.StackError:
+        raise_too_deep(limits, "$.metadata")
+    except UnicodeDecodeError:
+        raise InvalidRequest("a string is not UTF-8", path="$.metadata") from None
+    except (ValueError, TypeError):
+        raise InvalidRequest(_NOT_METADATA, path="$.metadata") from None
 
 
 def _parser_text(error: Exception) -> str:

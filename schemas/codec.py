@@ -17,6 +17,7 @@ from ._encode_rows import encode_rows
 from ._parts import join_parts, split_reply
 from ._read_json import JsonRecord
 from ._read_msgpack import MsgpackRecord
+from ._read_ordinary import ordinary_request
 from ._record import BYTE_ORDER_MARK, Record, sniff, utf8_bytes, why_undecodable
 from ._reply import read_reply
 from .errors import (
@@ -96,6 +97,9 @@ def decode_request(
                 given=len(body),
             )
         found = parse_headers(headers)
+        ordinary = ordinary_request(body, found, default_id, limits)
+        if ordinary is not None:
+            return ordinary
         record = _open(bytes(body), found.content_type, limits)
         return build_request(record, found, default_id=default_id, limits=limits)
     except EmbedstreamError as error:
