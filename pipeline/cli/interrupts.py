@@ -14,6 +14,7 @@ always `os._exit`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -66,16 +67,17 @@ def cancels(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. In order, unless threads are left that would be ended under their feet."""
+    """End the process: what was registered for its end runs, unless threads are left that it would be run
+    under the feet of. The interpreter is not taken apart: after torch that takes half a second for nothing."""
     _State.may_unwind = False
+    if threading.active_count() == 1:
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):  # the reader went away, or the disk is full: said already
             _discard(stream)
-    if threading.active_count() > 1:
-        os._exit(status)
-    sys.exit(status)
+    os._exit(status)
 
 
 def _discard(stream: object) -> None:
