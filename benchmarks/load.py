@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import table, write_results
+from benchmarks._common import machine_kind, table, write_results
 
 LIMIT = 1.3  # of peak to steady, all of the process
 MIB = 1024.0
@@ -32,7 +32,6 @@ MIB = 1024.0
 def measure(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Load once, in this process. KiB of resident memory; seconds."""
     import torch  # noqa: F401
-    import transformers.models.bert.modeling_bert  # noqa: F401
 
     import gpu.model_runner  # noqa: F401
     from gpu.load import make_runner_factory
@@ -100,6 +99,7 @@ def main() -> None:
     if arguments.one:
         json.dump(measure(arguments.one, {"speed": arguments.speed}), sys.stdout)
         return
+    from gpu.forward.speed import cpu_has_bf16
     from pipeline.demo.fetch import resolve_model
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,14 +112,14 @@ def main() -> None:
             folders = [small, large]
         rows, data = [], {}
         for folder in folders:
-            for speed in ("off", "bf16"):
+            for speed in ("off", "bf16") if cpu_has_bf16() else ("off",):
                 found = _in_a_process(folder, speed)
                 data[f"{folder.name}, speed {speed}"] = found
                 rows.append(_row(folder.name, speed, found))
                 print(rows[-1])
     header = ["model", "speed", "weights MiB", "before MiB", "peak MiB", "steady MiB",
               "peak / steady", "beyond the imports", "seconds"]  # fmt: skip
-    path = write_results("load", "Memory of a load", [table(header, rows)], data)
+    path = write_results(f"load-{machine_kind()}", "Memory of a load", [table(header, rows)], data)
     print(f"written to {path}")
     if any(found["peak"] > LIMIT * found["steady"] for found in data.values()):
         raise SystemExit(f"a load took more than {LIMIT} times what the model needs afterwards")

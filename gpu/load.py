@@ -104,6 +104,9 @@ class RunnerFactory:
             runner = self._vision(spec)
         else:
             runner = self._text(spec)
+        from gpu.device.pages import trim_heap
+
+        trim_heap()
         self._enter("ready")
         return runner
 

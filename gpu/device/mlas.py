@@ -37,6 +37,9 @@ def gemm(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Ten
         _model(weight, bias), options, providers=["CPUExecutionProvider"]
     )
 
+    # Kept to make the session anew with another device's provider: as much memory as the weights.
+    session._model_bytes = None
+
     def product(x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 

@@ -48,6 +48,13 @@ class FilePages:
             self._madvise(start, end - start, _MADV_DONTNEED)
 
 
+def trim_heap() -> None:
+    """Give freed memory back to the system: a load frees copies of weights, and glibc would keep them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
+
+
 @torch.inference_mode()
 def own_memory(model: nn.Module, pages: FilePages) -> None:
     """Copy every parameter and buffer of a CPU model into memory of our own, one at a time."""

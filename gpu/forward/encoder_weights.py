@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from gpu.device.pages import FilePages
 from gpu.folder.spec import ModelSpec
 from gpu.forward.encoder import (
     PREFIXES,
@@ -41,7 +42,8 @@ def load_own(
         return None
     with _NoInit():
         model = EncoderClassifier(config) if spec.head else EncoderModel(config)
-    state = {name: _joined(found, parts).to(dtype) for name, parts in wanted.items()}
+    pages = FilePages()
+    state = {name: _joined(found, parts, pages).to(dtype) for name, parts in wanted.items()}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if shapes != {name: tensor.shape for name, tensor in state.items()}:
         return None
@@ -116,5 +118,13 @@ def _wanted(config: EncoderConfig, prefix: str, *, head: bool) -> dict[str, tupl
     return wanted
 
 
-def _joined(found: Mapping[str, torch.Tensor], parts: tuple[str, ...]) -> torch.Tensor:
-    return found[parts[0]] if len(parts) == 1 else torch.cat([found[name] for name in parts])
+def _joined(
+    found: Mapping[str, torch.Tensor], parts: tuple[str, ...], pages: FilePages
+) -> torch.Tensor:
+    """Several are copied, and the file's pages let go of."""
+    if len(parts) == 1:
+        return found[parts[0]]
+    joined = torch.cat([found[name] for name in parts])
+    for name in parts:
+        pages.release(found[name])
+    return joined
