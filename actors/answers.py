@@ -44,23 +44,26 @@ class RecentAnswers:
 
     def get(self, key: Key) -> Answer | None:
         """The first answer that was given within the window, if it is still held."""
-        self._forget_old()
         found = self._held.get(key)
-        return None if found is None else found[1]
+        if found is None:
+            return None
+        self._forget_old(self._clock.monotonic())
+        return found[1] if key in self._held else None
 
     def put(self, key: Key, bodies: tuple[bytes, ...]) -> None:
         """Remember it, unless there is an answer or it is larger than all that may be held."""
-        self._forget_old()
+        now = self._clock.monotonic()
+        self._forget_old(now)
         size_bytes = _ENTRY_BYTES + sum(map(len, bodies))
         if key in self._held or not self._max_age_s or size_bytes > self._max_bytes:
             return
-        self._held[key] = (self._clock.monotonic(), Answer(bodies, size_bytes))
+        self._held[key] = (now, Answer(bodies, size_bytes))
         self._size_bytes += size_bytes
         while self._size_bytes > self._max_bytes:
             self._drop_oldest()
 
-    def _forget_old(self) -> None:
-        oldest = self._clock.monotonic() - self._max_age_s
+    def _forget_old(self, now: float) -> None:
+        oldest = now - self._max_age_s
         while self._held and next(iter(self._held.values()))[0] <= oldest:
             self._drop_oldest()
 

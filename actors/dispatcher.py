@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from actors.ports import Clock, Metrics
 from actors.result_cache import ResultCache
 from gpu.batch import Executor, ExecutorDied, ItemOutcome, pack, scatter
 from schemas.errors import EmbedstreamError, ModelError, NonFinite, OutOfMemory
+from schemas.requests import Lane
 
 log = structlog.get_logger(__name__)
 
@@ -181,8 +182,10 @@ class Dispatcher:
         if not entries:
             return
         started = self._clock.monotonic()
-        twins = _by_key(entries) if self._results.enabled else [[entry] for entry in entries]
-        entries = [alike[0] for alike in twins]
+        twins = _by_key(entries) if self._results.enabled else None  # no results: no keys
+        given = entries
+        if twins is not None:
+            entries = [alike[0] for alike in twins]
         try:
             batch = pack([entry.item for entry in entries])
             submitted = self._executor.submit(model, batch)
@@ -198,26 +201,34 @@ class Dispatcher:
             if self._newest is out:
                 self._newest = None
             # Each one alone then, also of those that are alike: one sender's fault is not another's.
-            await self._isolate(model, [entry for alike in twins for entry in alike], error)
+            await self._isolate(model, given, error)
             return
         took = self._clock.monotonic() - started
         self._note_batch(model, batch.n_items, batch.n_tokens, batch.max_seqlen, took)
-        owner: InFlight | None = None
+        if twins is None:
+            self._scatter(model, given, outcomes, took)
+            return
         for alike, outcome in zip(twins, outcomes, strict=True):
             self._results.put(alike[0].key, outcome)
-            for entry in alike:
-                if entry.owner is not owner:
-                    owner = entry.owner
-                    owner.forward_s = max(owner.forward_s, took)
-                mine = outcome
-                if isinstance(outcome, EmbedstreamError):
-                    mine = outcome if len(alike) == 1 else copy(outcome)
-                    mine.items = (entry.index,)
-                    if isinstance(outcome, NonFinite):
-                        self._metrics.count("nonfinite_total", model=model)
-                self._complete(owner, entry.index, mine)
+            self._scatter(model, alike, [outcome] * len(alike), took)
             if len(alike) > 1:
                 self._metrics.count("items_reused_total", len(alike) - 1, model=model)
+
+    def _scatter(
+        self, model: str, entries: list[Entry], outcomes: Sequence[ItemOutcome], took_s: float
+    ) -> None:
+        """Each entry's outcome to its request."""
+        owner: InFlight | None = None
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if entry.owner is not owner:
+                owner = entry.owner
+                owner.forward_s = max(owner.forward_s, took_s)
+            if isinstance(outcome, EmbedstreamError):
+                outcome = copy(outcome)  # may be another entry's, too
+                outcome.items = (entry.index,)
+                if isinstance(outcome, NonFinite):
+                    self._metrics.count("nonfinite_total", model=model)
+            self._complete(owner, entry.index, outcome)
 
     def _reused(self, model: str, entries: list[Entry]) -> list[Entry]:
         """Complete those whose result is known by now; the others."""
@@ -248,12 +259,15 @@ class Dispatcher:
 
     def _note_waits(self, entries: list[Entry], began_at: float) -> None:
         """One observation per request and encoder call: its items waited together."""
+        waits: dict[Lane, list[float]] = {}
         owner, at = None, 0.0
         for entry in entries:
             if entry.owner is owner and entry.enqueued_at == at:
                 continue
             owner, at = entry.owner, entry.enqueued_at
-            self._metrics.observe("queue_wait_seconds", began_at - at, lane=owner.lane)
+            waits.setdefault(owner.lane, []).append(began_at - at)
+        for lane, seconds in waits.items():
+            self._metrics.observe_all("queue_wait_seconds", seconds, lane=lane)
 
     def _note_batch(
         self, model: str, n_items: int, n_tokens: int, max_seqlen: int, took_s: float

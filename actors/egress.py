@@ -375,8 +375,8 @@ class Egress:
             for outgoing in left:
                 for delivery in outgoing.deliveries:
                     delivery.release("stopped before the reply was published")
-            while not outbox.lists.empty():
-                for delivery in outbox.lists.get_nowait().deliveries:
+            while outbox.lists.waiting:
+                for delivery in outbox.lists.waiting.popleft().deliveries:
                     delivery.release("stopped before the reply was published")
 
 

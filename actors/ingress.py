@@ -90,7 +90,8 @@ class Ingress:
                 await self._look_ahead()
                 turn = LoopTurn(self._clock)
                 while self._held:
-                    await turn.end_if_long()
+                    if turn.is_long:
+                        await turn.end()
                     delivery = self._held.popleft()
                     await self._guarded(delivery, self._accept(delivery))
         finally:
@@ -259,7 +260,10 @@ class Ingress:
         if answer is not None:
             self._metrics.count("answered_again_total", route=self.route.name)
         if request.n_items and answer is None:
-            await self._tokenizers[model].put(in_flight)
+            if self._tokenizers[model].has_room(lane):
+                self._tokenizers[model].put_nowait(in_flight)
+            else:
+                await self._tokenizers[model].put(in_flight)
         else:
             in_flight.closed = True
             self._egress.send(in_flight)

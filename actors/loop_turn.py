@@ -1,7 +1,7 @@
 """A long piece of work on the event loop, cut into turns that others can come between.
 
 Who calls it: ingress, which admits a whole hand-out without ever having to wait.
-What must stay true: between two calls of `end_if_long` runs what may take a while but never for long.
+What must stay true: between two looks at `is_long` runs what may take a while but never for long.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ class LoopTurn:
         self._clock = clock
         self._began = clock.monotonic()
 
-    async def end_if_long(self) -> None:
-        """Let others run once the turn is over."""
-        if self._clock.monotonic() - self._began > LONGEST_S:
-            await asyncio.sleep(0)
-            self._began = self._clock.monotonic()
+    @property
+    def is_long(self) -> bool:
+        """Is the turn over?"""
+        return self._clock.monotonic() - self._began > LONGEST_S
+
+    async def end(self) -> None:
+        """Let others run."""
+        await asyncio.sleep(0)
+        self._began = self._clock.monotonic()

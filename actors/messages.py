@@ -11,7 +11,7 @@ ignored (an expired request whose items still run).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,8 +25,7 @@ from schemas.headers import DeadLetterKind
 from schemas.requests import AnyRequest, Lane
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
+class InFlight(msgspec.Struct, eq=False):
     """One admitted request: its deliveries, its outcomes, what was charged for it.
 
     Its destination reads it as `actors.route.Finished`. Times are `Clock.monotonic()` seconds.
@@ -44,27 +43,27 @@ class InFlight:
     payload: object = None
     answer: Answer | None = None
     ticket: Ticket[Outgoing] | None = None
-    outcomes: list[ItemOutcome | None] = field(init=False)
-    tokens: list[int] = field(init=False)
-    truncated: list[bool] = field(init=False)
+    outcomes: list[ItemOutcome | None] = []  # one for each item from here, as are
+    tokens: list[int] = []
+    truncated: list[bool] = []
     prompt: str | None = None
     labels: tuple[str, ...] = ()
     failure: EmbedstreamError | None = None
     closed: bool = False
     charged_tokens: int = 0
     redelivered: bool = False
-    n_open: int = field(init=False)
+    n_open: int = 0
     first_forward_at: float | None = None
     forward_s: float = 0.0
 
     def __post_init__(self) -> None:
-        n = self.request.n_items
+        n = self.n_open = self.request.n_items
         self.outcomes = [None] * n
         self.tokens = [0] * n
         self.truncated = [False] * n
-        self.n_open = n
         for delivery in self.deliveries:
-            self.redelivered = self.redelivered or delivery.redelivered
+            if delivery.redelivered:
+                self.redelivered = True
 
     @property
     def order_key(self) -> str | None:

@@ -8,16 +8,19 @@ encoded in one go.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
+from actors.line import Line
 from actors.messages import InFlight, Outgoing
 from actors.ordering import KeyOrder
 from actors.route import Route
+from gpu.batch import ItemResult
 from schemas.errors import EmbedstreamError
 
 LIST_REQUESTS, LIST_ITEMS = 128, 512
 """A list ends at either: what it holds is encoded in one go and waits for one acknowledgement (512 vectors
 of 1,024 float32 are 2 MB)."""
+
+_RESULT = frozenset((ItemResult,))
 
 
 class Outbox:
@@ -25,19 +28,20 @@ class Outbox:
 
     def __init__(self, route: Route, attempts: int, max_waiting: int, refusal_slots: int) -> None:
         self.queue: asyncio.Queue[Outgoing] = asyncio.Queue(max_waiting + refusal_slots)
-        self.lists: asyncio.Queue[InFlight] = asyncio.Queue(max_waiting)
+        self.lists: Line[InFlight] = Line(max_waiting)
         self.takes_lists = leaves_in_lists(route, attempts)
         self.refusals = asyncio.Semaphore(refusal_slots)
         self.order: KeyOrder[Outgoing] = KeyOrder()
 
     async def next_list(self) -> list[InFlight]:
         """What has ended and leaves together; waits for the first."""
-        some = [await self.lists.get()]
-        n_items = some[0].request.n_items
-        with contextlib.suppress(asyncio.QueueEmpty):
-            while len(some) < LIST_REQUESTS and n_items < LIST_ITEMS:
-                some.append(self.lists.get_nowait())
-                n_items += some[-1].request.n_items
+        waiting = await self.lists.some()
+        some: list[InFlight] = []
+        n_items = 0
+        while waiting and len(some) < LIST_REQUESTS and n_items < LIST_ITEMS:
+            some.append(waiting.popleft())
+            n_items += some[-1].request.n_items
+        self.lists.taken()
         return some
 
 
@@ -65,7 +69,7 @@ def outgoing_of(in_flight: InFlight, *, tried: bool = False) -> Outgoing:
 def outcome_label(in_flight: InFlight) -> str:
     if in_flight.failure is not None:
         return in_flight.failure.code
-    n_errors = sum(isinstance(outcome, EmbedstreamError) for outcome in in_flight.outcomes)
-    if n_errors == 0:
+    if _RESULT.issuperset(map(type, in_flight.outcomes)):
         return "ok"
+    n_errors = sum(isinstance(outcome, EmbedstreamError) for outcome in in_flight.outcomes)
     return "partial" if n_errors < len(in_flight.outcomes) else "all_items_failed"

@@ -202,7 +202,8 @@ class Packer:
 
     def _fill(self, lane: Lane, take: Take, room: int, epoch_ms: int, *, alone_ok: bool) -> int:
         """Move entries that fit in `room` tokens from `lane` into the batch; returns their tokens."""
-        queue, batch = self._lanes[lane], take.batch
+        queue, batch, places = self._lanes[lane], take.batch, take.places
+        first = lane, 0
         max_items, max_position = self.policy.max_batch_items, self.policy.max_reorder_items
         taken = 0
         if self.policy.group_lengths and queue:
@@ -222,10 +223,11 @@ class Packer:
                 continue
             if position:
                 del queue[position]
+                places.append((lane, position))
             else:
                 queue.popleft()
+                places.append(first)
             batch.append(entry)
-            take.places.append((lane, position))
             taken += n_tokens
             room -= n_tokens
             if room <= 0:

@@ -250,7 +250,10 @@ class Record:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + sum(len(n) + len(v) for n, v in self.headers.items())
+        size = len(self.body)
+        for name, value in self.headers.items():
+            size += len(name) + len(value)
+        return size
 
 
 Told: TypeAlias = Callable[[int, PublishError | None], None]

@@ -43,7 +43,7 @@ from actors.reply_records import (
     rows_record,
 )
 from actors.route import Destination, Finished, Refusal, Retry
-from gpu.batch import ModelInfo
+from gpu.batch import ItemResult, ModelInfo
 from schemas.codec import reply_headers
 from schemas.errors import (
     ContentType,
@@ -59,6 +59,8 @@ T = TypeVar("T")
 
 MIN_PART_BYTES = 512
 """Parts of a reply are not cut below this."""
+
+_RESULT = frozenset((ItemResult,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,8 @@ class ReplyDestination(Destination):
         numbers: list[int] = []
         turn = LoopTurn(self._clock)
         for number, (one, info) in enumerate(finished):
-            await turn.end_if_long()
+            if turn.is_long:
+                await turn.end()
             record = self._as_one_record(one, info)
             if record is not None:
                 records.append(record)
@@ -346,8 +349,7 @@ class ReplyDestination(Destination):
 
 def _is_final(finished: Finished) -> bool:
     """Would the same request get the same answer, and not a better one?"""
-    failed = any(isinstance(outcome, EmbedstreamError) for outcome in finished.outcomes)
-    return finished.failure is None and not failed
+    return finished.failure is None and _RESULT.issuperset(map(type, finished.outcomes))
 
 
 def kind_of(address: str) -> str:

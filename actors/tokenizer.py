@@ -9,7 +9,6 @@ for a slice at most and packing starts with the first; expired and ended request
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +17,7 @@ import structlog
 
 from actors.attempts import Attempts, apart
 from actors.coalescer import Coalescer
+from actors.line import Line
 from actors.messages import Entry, InFlight
 from actors.ports import Clock, Metrics
 from actors.result_cache import ResultCache, SharedResults, key_of
@@ -70,14 +70,16 @@ class Tokenizer:
         self._clock = clock
         self._metrics = metrics
         self._results = results if results is not None and results.enabled else None
-        self._queues: dict[Lane, asyncio.Queue[InFlight]] = {
-            lane: asyncio.Queue(max_waiting) for lane in LANES
-        }
+        self._queues: dict[Lane, Line[InFlight]] = {lane: Line(max_waiting) for lane in LANES}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{model}")
 
     def has_room(self, lane: Lane) -> bool:
         """Would `put` return at once?"""
         return not self._queues[lane].full()
+
+    def put_nowait(self, in_flight: InFlight) -> None:
+        """As `put`, where there is room."""
+        self._queues[in_flight.lane].put_nowait(in_flight)
 
     async def put(self, in_flight: InFlight) -> None:
         """Hand over an admitted request; waits while its lane's queue is full."""
@@ -87,12 +89,13 @@ class Tokenizer:
         """Encode requests of one lane for ever; the thread is shared by both lanes."""
         queue = self._queues[lane]
         while True:
-            group = [await queue.get()]
-            n_items = group[0].request.n_items
-            with contextlib.suppress(asyncio.QueueEmpty):
-                while n_items < SLICE_ITEMS:
-                    group.append(queue.get_nowait())
-                    n_items += group[-1].request.n_items
+            waiting = await queue.some()
+            group: list[InFlight] = []
+            n_items = 0
+            while waiting and n_items < SLICE_ITEMS:
+                group.append(waiting.popleft())
+                n_items += group[-1].request.n_items
+            queue.taken()
             live = [in_flight for in_flight in group if self._is_live(in_flight)]
             small = [one for one in live if one.request.n_items <= SLICE_ITEMS]
             for together in apart(small):

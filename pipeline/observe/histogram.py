@@ -31,6 +31,13 @@ class Series:
             self._counts[bisect_left(self._bounds, value)] += 1
             self._sum += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Add several at once."""
+        with self._lock:
+            for value in values:
+                self._counts[bisect_left(self._bounds, value)] += 1
+                self._sum += value
+
     def snapshot(self) -> tuple[list[int], float]:
         """Observations in each bucket, and their sum."""
         with self._lock:
@@ -64,6 +71,10 @@ class Histogram:
     def observe(self, value: float) -> None:
         """Add one, where there are no labels."""
         self._series[()].observe(value)
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Add several, where there are no labels."""
+        self._series[()].observe_all(values)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See `prometheus_client.registry.Collector`."""

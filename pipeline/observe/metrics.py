@@ -72,11 +72,10 @@ class PrometheusMetrics:
     def observe_all(self, name: str, values: Sequence[float], **labels: str) -> None:
         """Add observations to one series of a histogram."""
         try:
-            if any(value != value for value in values):
+            total = sum(values)
+            if total != total and any(value != value for value in values):
                 raise ValueError("an observation was NaN; this is a bug")
-            observe = self._child(name, labels).observe
-            for value in values:
-                observe(value)
+            self._child(name, labels).observe_all(values)
         except Exception as error:  # noqa: BLE001  boundary: counting never stops an answer
             self._report(name, error)
 

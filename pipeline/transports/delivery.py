@@ -81,7 +81,9 @@ class HeldDelivery:
         self.redelivered = redelivered
         self.epoch = epoch
         self.damage = damage
-        self.size_bytes = len(body or b"") + sum(len(k) + len(v) for k, v in headers.items())
+        self.size_bytes = len(body or b"")
+        for name, value in headers.items():
+            self.size_bytes += len(name) + len(value)
 
     def again(self, received_at: float, *, attempt: int | None = None) -> HeldDelivery:
         """The same record as a new delivery; `attempt` defaults to one more than before."""

@@ -118,7 +118,7 @@ class Tokenizers(dict[str, object]):
     def has_room(self, lane: str) -> bool:
         return True
 
-    async def put(self, in_flight: InFlight) -> None:
+    def put_nowait(self, in_flight: InFlight) -> None:
         self.waiting.append(in_flight)
 
 

@@ -21,10 +21,12 @@ async def test_a_turn_ends_when_it_has_been_long_and_not_before() -> None:
     await asyncio.sleep(0)
     turn, before = LoopTurn(clock), turns
     for _ in range(100):
-        await turn.end_if_long()
+        if turn.is_long:
+            await turn.end()
     assert turns == before
     for _ in range(10):
         clock.advance(LONGEST_S * 0.6)
-        await turn.end_if_long()
+        if turn.is_long:
+            await turn.end()
     assert turns - before == 5
     beside.cancel()

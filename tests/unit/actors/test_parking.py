@@ -76,6 +76,9 @@ class Tokenizer:
         while not self.has_room(in_flight.lane):
             self.changed.clear()
             await self.changed.wait()
+        self.put_nowait(in_flight)
+
+    def put_nowait(self, in_flight: InFlight) -> None:
         self.taken.append(in_flight)
         self.open.append(in_flight)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from actors.messages import InFlight
 from actors.replies import build_reply
 from actors.reply_records import HEADER_ROOM_BYTES, OFF_LOOP_NUMBERS, encode, rows_record
 from gpu.batch import ItemResult, ModelInfo
+from schemas._parts import WIDENING_BYTES
 from schemas.errors import EmbedstreamError, ModelError
 from schemas.requests import ClassifyRequest, EmbedRequest, Text
 from tests.support.stations import in_flight
@@ -117,6 +117,9 @@ def test_what_failed_or_is_no_embedding_is_left_to_the_long_way() -> None:
 
 @given(limit=st.integers(HEADER_ROOM_BYTES + 100, HEADER_ROOM_BYTES + 2000))
 def test_under_a_limit_it_writes_one_whole_record_or_nothing(limit: int) -> None:
-    short, long = both(ended(vectors(12)), replace(INFO, normalized=True), limit)
+    one = ended(vectors(12))
+    short, long = both(one, limit=limit)
     assert short is None or [short] == long
-    assert short is not None or limit < HEADER_ROOM_BYTES + 1700
+    whole = rows_record(one, INFO, 1.0, 0.0, None)
+    assert whole is not None
+    assert (short is not None) == (len(whole) + WIDENING_BYTES <= limit - HEADER_ROOM_BYTES)
