@@ -131,7 +131,7 @@ def test_two_registries_do_not_meet() -> None:
 
 
 def test_every_metric_that_the_sources_use_is_in_the_table() -> None:
-    call = re.compile(r"metrics\.(count|gauge|observe)\(\s*\"([a-z_]+)\"([^)]*)")
+    call = re.compile(r"metrics\.(count|gauge|observe)(?:_all)?\(\s*\"([a-z_]+)\"([^)]*)")
     kinds = {"count": "counter", "gauge": "gauge", "observe": "histogram"}
     seen = set()
     for folder in ("actors", "pipeline", "gpu"):
