@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+_TRIM_EVERY = 64 << 20  # bytes
 _MADV_DONTNEED = 4  # Linux: drop the pages; a clean file page would be read again if touched
 
 
@@ -24,6 +25,7 @@ class FilePages:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
+        self._copied = 0
         self._madvise: ctypes._NamedFuncPointer | None = None
         maps = Path("/proc/self/maps")
         if not sys.platform.startswith("linux") or not maps.is_file():
@@ -40,6 +42,12 @@ class FilePages:
         """Give back the whole pages of a tensor that was copied. Memory that is not a file's is left."""
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
+        self._copied += end - start
+        if (
+            self._copied > _TRIM_EVERY
+        ):  # copies leave freed memory behind, which would add to the peak
+            self._copied = 0
+            trim_heap()
         if self._madvise is None or not any(a <= start and end <= b for a, b in self._ranges):
             return
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
