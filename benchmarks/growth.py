@@ -7,7 +7,8 @@ Who calls it: a person; parts add to one results file.
 What must stay true: settings are the defaults, so that every memory that a service has (results, replies
 for those that come again, metrics) is in use; each request has an id and a text of its own; what fills
 once and stays full (those memories, 32 MiB each, and the replies that the in-process broker keeps) is
-full before the first sample counts.
+full before the first sample counts. A shared machine changes its pace by a third within minutes, CPU time
+or not: the same piece of work is timed all along, and cost is judged against it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.oneoff import run_inproc
 from pipeline.settings.load import ModelSettings, Settings
 from pipeline.transports.inproc.broker import InprocBroker
-from schemas.codec import encode_request
+from schemas.codec import decode_request, encode_request
 from schemas.errors import EmbedstreamError
 from schemas.requests import AnyRequest, EmbedRequest, Text
 
 LIMIT_MB = 50.0
 """Resident memory that a million requests may add."""
 FLAT = 1.10
-"""Cost per token of the last third over that of the first, at most."""
+"""Cost per token of the last third over that of the first, at most, in pieces of fixed work."""
+PACE_EVERY, PACE_LOOPS = 500, 100
+FIXED = EmbedRequest(id="fixed", input=(Text("the same text every time"),))
 N_SAMPLES = 24
 AHEAD = 2000
 WORDS = (
@@ -80,20 +83,34 @@ def _ids(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 @dataclass
 class Run:
-    """Samples of one run. MB are 10^6 bytes; cpu_s counts every thread of the process."""
+    """Samples of one run. MB are 10^6 bytes; cpu_s counts every thread of the process but not the fixed work,
+    pace_s the CPU seconds of that since the last sample, for one piece."""
 
     requests: list[int] = field(default_factory=list)
     rss_mb: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
+    pace_s: list[float] = field(default_factory=list)
+    _spent_s: float = 0.0
+    _pieces: list[float] = field(default_factory=list)
+
+    def pace(self) -> None:
+        """One piece of fixed work: a request written and read, over and over."""
+        began = time.thread_time()
+        for _ in range(PACE_LOOPS):
+            decode_request(encode_request(FIXED)[0], None, default_id="fixed")
+        self._pieces.append(time.thread_time() - began)
+        self._spent_s += self._pieces[-1]
 
     def note(self, done: int, tokens: float) -> None:
         gc.collect()  # what is garbage is no growth; its own cost is the same each time
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.requests.append(done)
         self.rss_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
-        self.cpu_s.append(time.process_time())
+        self.cpu_s.append(time.process_time() - self._spent_s)
+        self.pace_s.append(float(np.mean(self._pieces)))
+        self._pieces.clear()
         self.wall_s.append(time.perf_counter())
         self.tokens.append(tokens)
         print(
@@ -104,14 +121,28 @@ class Run:
         """MB per million requests: slope of a line through the samples."""
         return float(np.polyfit(np.array(self.requests) / 1e6, np.array(self.rss_mb), 1)[0])
 
+    def thirds(self) -> list[tuple[int, int]]:
+        """First and last sample of each."""
+        edges = [len(self.requests) * i // 3 for i in range(3)] + [len(self.requests) - 1]
+        return list(itertools.pairwise(edges))
+
     def costs_us(self) -> list[float]:
         """CPU microseconds a token, of each third."""
-        edges = [len(self.requests) * i // 3 for i in range(3)] + [len(self.requests) - 1]
-        pairs = itertools.pairwise(edges)
         return [
             1e6 * (self.cpu_s[b] - self.cpu_s[a]) / (self.tokens[b] - self.tokens[a])
-            for a, b in pairs
+            for a, b in self.thirds()
         ]
+
+    def costs_pieces(self) -> list[float]:
+        """The same in thousandths of a piece of fixed work, as that went meanwhile."""
+        return [
+            1e-3 * us / float(np.mean(self.pace_s[a + 1 : b + 1]))
+            for us, (a, b) in zip(self.costs_us(), self.thirds(), strict=True)
+        ]
+
+    def samples(self) -> dict[str, list[float]]:
+        """For the results file."""
+        return {name: values for name, values in vars(self).items() if not name.startswith("_")}
 
 
 async def run(
@@ -135,6 +166,8 @@ async def run(
         for number in range(first, last):
             while broker.unsettled >= AHEAD:
                 await asyncio.sleep(0.001)
+            if number % PACE_EVERY == 0:
+                samples.pace()
             words = " ".join(WORDS[(number >> shift) % len(WORDS)] for shift in (0, 3, 6))
             request = EmbedRequest(id=f"r{number}", input=(Text(f"{words} {number}"),))
             await broker.put(encode_request(request)[0], key=f"r{number}")
@@ -172,10 +205,11 @@ def main() -> None:
     kept = RESULTS / f"{arguments.out}.json"
     data: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     data.pop("machine", None)
-    first, *_, last = samples.costs_us()
+    first, *_, last = samples.costs_pieces()
     data[arguments.part] = {
         "requests": count, "warm": arguments.warm, "mb_per_million": samples.growth_mb(),
-        "us_per_token": samples.costs_us(), "samples": vars(samples),
+        "us_per_token": samples.costs_us(), "pieces_per_token": samples.costs_pieces(),
+        "samples": samples.samples(),
     }  # fmt: skip
     path = write_results(
         arguments.out, "Growth: memory and cost over a long run", _told(data), data
@@ -191,15 +225,17 @@ def _told(data: dict[str, Any]) -> list[str]:
             {"null": "none", "minilm": "all-MiniLM-L6-v2"}[part], f"{one['requests']:,}",
             f"{one['samples']['rss_mb'][0]:.0f}", f"{one['samples']['rss_mb'][-1]:.0f}",
             f"{one['mb_per_million']:+.1f}", " / ".join(f"{us:.1f}" for us in one["us_per_token"]),
+            " / ".join(f"{cost:.1f}" for cost in one["pieces_per_token"]),
             f"{one['requests'] / (one['samples']['wall_s'][-1] - one['samples']['wall_s'][0]):,.0f}",
         ]
         for part, one in data.items()
     ]  # fmt: skip
     header = ["model", "requests of one text", "MB before", "MB after", "MB per million (slope)",
-              "CPU us a token, by thirds", "requests/s"]  # fmt: skip
+              "CPU us a token, by thirds", "in pieces of fixed work / 1000", "requests/s"]  # fmt: skip
     return [
         "Settings as shipped, in-process transport, a feeder in the same process; every text and id is another "
-        "one. What fills once and stays full is full before the first sample.",
+        "one. What fills once and stays full is full before the first sample. The machine is shared: CPU time a token is told beside a piece of fixed "
+        f"work ({PACE_LOOPS} times a request written and read) that was timed every {PACE_EVERY} requests.",
         table(header, rows),
     ]
 

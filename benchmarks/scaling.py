@@ -230,7 +230,7 @@ def _memory_of(folder: Path, n: int) -> list[dict[str, Any]]:
                str(port), "--source", f"redis://127.0.0.1:{server.port}/in", "--processes", str(n)]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        _wait(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5))
+        wait_for(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5))
         asyncio.run(_ask(server.port))
         statistics = urllib.request.urlopen(f"http://127.0.0.1:{port}/statistics", timeout=5).read()
         children = json.loads(statistics).get("processes", {})
@@ -262,7 +262,7 @@ def _smaps(pid: int) -> dict[str, float]:
     }
 
 
-def _wait(ready: Callable[[], Any]) -> None:
+def wait_for(ready: Callable[[], Any]) -> None:
     until = time.monotonic() + 120
     while True:
         try:
