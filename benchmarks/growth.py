@@ -109,6 +109,8 @@ class Run:
         self.requests.append(done)
         self.rss_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
         self.cpu_s.append(time.process_time() - self._spent_s)
+        if not self._pieces:
+            self.pace()
         self.pace_s.append(float(np.mean(self._pieces)))
         self._pieces.clear()
         self.wall_s.append(time.perf_counter())
