@@ -21,6 +21,7 @@ class Line(Generic[T]):
         self._max_waiting = max_waiting
         self.waiting: deque[T] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
+        self._is_waking = False  # one is on its way, and takes what is there by then
         self._room = asyncio.Event()
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class Line(Generic[T]):
     def put_nowait(self, thing: T) -> None:
         """Add it at the end."""
         self.waiting.append(thing)
-        if self._takers:
+        if self._takers and not self._is_waking:
             self._wake_taker()
 
     async def put(self, thing: T) -> None:
@@ -53,15 +54,17 @@ class Line(Generic[T]):
             except BaseException:
                 if taker in self._takers:
                     self._takers.remove(taker)
-                elif self.waiting:
-                    self._wake_taker()  # it was woken, and takes nothing
+                else:  # it was woken, and takes nothing
+                    self._is_waking = False
+                    self.taken()
                 raise
+            self._is_waking = False
         return self.waiting
 
     def taken(self) -> None:
         """There is room now, and the next may have what is left."""
         self._room.set()
-        if self.waiting:
+        if self.waiting and not self._is_waking:
             self._wake_taker()
 
     def _wake_taker(self) -> None:
@@ -69,4 +72,5 @@ class Line(Generic[T]):
             taker = self._takers.popleft()
             if not taker.done():
                 taker.set_result(None)
+                self._is_waking = True
                 return
