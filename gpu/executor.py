@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from gpu.batch import ExecutorDied, ExecutorHealth, ItemOutcome, PackedBatch, Runner
+from gpu.device.heap import HeapTrim
 from gpu.faults import DeviceFault
 from schemas.errors import Overloaded, UnknownModel
 
@@ -69,6 +70,7 @@ class ModelExecutor:
         self._closing = False
         self._last_success_s: float | None = None
         self._failures = 0
+        self._heap = HeapTrim()
         self._threads = [
             threading.Thread(target=self._run, name=f"executor-{i}", daemon=True)
             for i in range(self.width)
@@ -185,6 +187,7 @@ class ModelExecutor:
                 with self._lock:
                     self._waiting -= 1
                 self._execute(job)
+                self._heap.when_due()
         except BaseException as error:  # noqa: BLE001 - told through health and every future
             told = f"an executor thread ended: {type(error).__name__}"
         finally:

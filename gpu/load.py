@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.batch import Runner
+from gpu.device.heap import trim_heap
 from gpu.device.shape_caches import bound_shape_caches
 from gpu.faults import DeviceFault, ModelLoadError
 from gpu.folder.families import VISION_FAMILIES
@@ -104,8 +105,6 @@ class RunnerFactory:
             runner = self._vision(spec)
         else:
             runner = self._text(spec)
-        from gpu.device.pages import trim_heap
-
         trim_heap()
         self._enter("ready")
         return runner

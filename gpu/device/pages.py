@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gpu.device.heap import trim_heap
+
 _TRIM_EVERY = 64 << 20  # bytes
 _MADV_DONTNEED = 4  # Linux: drop the pages; a clean file page would be read again if touched
 
@@ -54,13 +56,6 @@ class FilePages:
         end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
             self._madvise(start, end - start, _MADV_DONTNEED)
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system: a load frees copies of weights, and glibc would keep them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-    if trim is not None:
-        trim(0)
 
 
 @torch.inference_mode()
