@@ -10,6 +10,7 @@ before its original weight is dropped, and left alone when it differs. Safe to s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,7 @@ def _ops() -> tuple[Any, Any] | None:
         return None
 
 
-class ReplacedLinear(nn.Module):
+class ReplacedLinear(nn.Module, ABC):
     """`act(x @ W.T + b)` on the CPU; act is exact GELU or nothing. x: [..., in_features] float32."""
 
     kernel: KernelName
@@ -57,9 +58,9 @@ class ReplacedLinear(nn.Module):
         self.gelu = gelu
         self.min_rows = 1
 
+    @abstractmethod
     def product(self, flat: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features] in memory of its own, without the activation."""
-        raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)

@@ -18,7 +18,9 @@ from torch import nn
 
 from gpu.device.heap import trim_heap
 
-_TRIM_EVERY = 64 << 20  # bytes
+_TRIM_EVERY = (
+    64 << 20
+)  # bytes copied: copies leave freed memory behind, which would add to the peak
 _MADV_DONTNEED = 4  # Linux: drop the pages; a clean file page would be read again if touched
 
 
@@ -45,9 +47,7 @@ class FilePages:
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
         self._copied += end - start
-        if (
-            self._copied > _TRIM_EVERY
-        ):  # copies leave freed memory behind, which would add to the peak
+        if self._copied > _TRIM_EVERY:
             self._copied = 0
             trim_heap()
         if self._madvise is None or not any(a <= start and end <= b for a, b in self._ranges):

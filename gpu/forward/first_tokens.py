@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from gpu.attention import packed_context
 from gpu.batch import PackedBatch, pack
 from gpu.folder.spec import ModelSpec
 from gpu.forward.encoder import EncoderModel
@@ -30,13 +29,8 @@ class FirstTokens:
         n = batch.n_items
         if batch.n_tokens == 1:  # see `PackedForward`
             return self.states(pack([*batch.items, *batch.items]))[0][:1], _rows(n)
-        whole = self._forward
         read = torch.tensor(first_places(segments_of(batch)))
-        inputs = {
-            name: torch.from_numpy(values).long() for name, values in whole.inputs(batch).items()
-        }
-        with packed_context(batch, whole.device, whole.backends):
-            return whole.compute(inputs, read=read), _rows(n)
+        return self._forward.run(batch, read=read)[0], _rows(n)
 
 
 def _rows(n: int) -> Segments:

@@ -59,13 +59,13 @@ class PackedForward:
         return self.run(batch)[0]
 
     def run(
-        self, batch: PackedBatch, multi_item: MultiItem | None = None
+        self, batch: PackedBatch, multi_item: MultiItem | None = None, **more: Any
     ) -> tuple[torch.Tensor, PackedContext]:
-        """Hidden states, and what the attention function saw (for the self-check)."""
+        """Hidden states, and what the attention function saw (for the self-check). more: as `compute`."""
         rows = self.inputs(batch)
         inputs = upload(tuple(rows.values()), self.device)
         with packed_context(batch, self.device, self.backends, multi_item) as context:
-            return self.compute(dict(zip(rows, inputs, strict=True))), context
+            return self.compute(dict(zip(rows, inputs, strict=True)), **more), context
 
     def inputs(self, batch: PackedBatch) -> dict[str, Int32]:
         """The model's arguments, [total_tokens] int32 each, on the host."""

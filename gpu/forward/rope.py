@@ -33,11 +33,12 @@ class RopePackedForward(PackedForward):
         self.kind, self.trained = rope
 
     def run(
-        self, batch: PackedBatch, multi_item: MultiItem | None = None
+        self, batch: PackedBatch, multi_item: MultiItem | None = None, **more: Any
     ) -> tuple[torch.Tensor, PackedContext]:
         """See `PackedForward.run`. The context is the first call's, with the masks of all; when calls
         reached attention unequally often, it is one that stands out."""
         assert multi_item is None, "items of several lengths in one sequence need one RoPE"
+        assert not more, "places in the pack are not those in its groups"
         groups = rope_groups(batch.seqlens, self.kind, self.trained)
         if len(groups) == 1:
             return super().run(batch)
