@@ -1,13 +1,15 @@
 """What a user would write instead, beside this service: rate, and what a kill -9 costs.
 
-    python -m benchmarks.alternatives rate            # alone on the machine
-    python -m benchmarks.alternatives kill [NAME ...] # no time is measured: the machine may be busy
+    python -m benchmarks.alternatives rate [NAME ...]     # alone on the machine
+    python -m benchmarks.alternatives kill [NAME ...]     # no time is measured: the machine may be busy
+    python -m benchmarks.alternatives replicas [NAME ...] # kill -9 of what computes; Ray Serve starts it again
 
 Who calls it: a person. Kafka is Apache Kafka where KAFKA_HOME says where it is, Redis a server of our own.
 What must stay true: one broker, one model, the same texts for all in the same run; every worker is up and warm
 before the first round, and rounds are interleaved; each is written as its documentation says
 (`benchmarks/workers/`); a reply counts when its sender has it. Lost is what has no answer although the worker
-was started again and nothing moved for `PATIENCE_S`.
+was started again and nothing moved for `PATIENCE_S`. Names take part of a run; rows say when theirs was. Ray Serve
+takes part where it is installed (`benchmarks/workers/ray_serve.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
+import importlib.util
 import json
 import os
 import signal
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import psutil
 
 from benchmarks._common import RESULTS, cores, median, table, write_results
 from pipeline.demo.corpus import load_corpus
@@ -41,6 +46,7 @@ PARTITIONS = 4
 PATIENCE_S = 150.0
 """Celery looks for what a dead worker held every 100 s (kombu), whatever its time-out is."""
 WARM = 32
+RAY = "ray_serve.py"
 
 
 class Worker(ABC):
@@ -66,12 +72,21 @@ class Worker(ABC):
         )  # fmt: skip
 
     def kill(self) -> None:
-        """SIGKILL of all its processes."""
+        """SIGKILL of all its processes, those in sessions of their own too."""
         process, self.process = self.process, None
         if process is not None:
+            below = _below(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            _sigkill(below)
             process.wait()
+
+    def kill_replicas(self) -> int:
+        """SIGKILL of the processes that compute, not of what watches them. Returns how many."""
+        assert self.process is not None
+        replicas = [p for p in _below(self.process.pid) if "ServeReplica" in " ".join(p.cmdline())]
+        _sigkill(replicas)
+        return len(replicas)
 
     def fill(self, part: str, model: str) -> str:
         return (
@@ -109,6 +124,16 @@ class Worker(ABC):
             elif time.monotonic() - moved > patience_s:
                 return missing
         return set()
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def _sigkill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 class OverKafka(Worker):
@@ -267,6 +292,7 @@ def workers() -> list[Worker]:
             "batching.result_cache_bytes=0", "--source"]  # fmt: skip
     loops = [*python, "benchmarks.workers.aiokafka_loops"]
     stream = [*python, "benchmarks.workers.faststream_app"]
+    consumer = [*python, "benchmarks.workers.ray_serve"]
     return [
         OverKafka(
             "embedstream, Kafka",
@@ -288,6 +314,8 @@ def workers() -> list[Worker]:
             [*python, "celery", "-A", "benchmarks.workers.celery_app", "worker", "-c", str(cores()), "-l", "ERROR"],
             "celery_app.py",
         ),
+        OverCelery("Ray Serve, a task", [*consumer, "task"], RAY),
+        OverCelery("Ray Serve, a batch behind", [*consumer, "batch"], RAY),
     ]  # fmt: skip
 
 
@@ -325,8 +353,13 @@ async def _warm(worker: Worker) -> None:
     assert not missing, f"{worker.name} does not answer"
 
 
-async def killed(worker: Worker, model: str, texts: list[str]) -> dict[str, Any]:
-    """SIGKILL once a third is answered, a new start at once; what became of each."""
+async def killed(
+    worker: Worker, model: str, texts: list[str], replicas: bool = False
+) -> dict[str, Any]:
+    """SIGKILL once a third is answered, a new start at once; what became of each.
+
+    replicas: of what computes only, and no start: what watches it has to.
+    """
     worker.start(model)
     await worker.open()
     await _warm(worker)
@@ -335,10 +368,13 @@ async def killed(worker: Worker, model: str, texts: list[str]) -> dict[str, Any]
     await worker.send(ids)
     while len(worker.seen) < len(ids) // 3:
         await worker.read()
-    worker.kill()
-    before = len(worker.seen)
     at = time.monotonic()
-    worker.start(model)
+    if replicas:
+        assert worker.kill_replicas(), f"no replicas of {worker.name}"
+    else:
+        worker.kill()
+        worker.start(model)
+    before = len(worker.seen)
     missing = await worker.until(set(ids), PATIENCE_S)
     whole_s = time.monotonic() - at
     until = time.monotonic() + 3.0  # late twins
@@ -352,6 +388,14 @@ async def killed(worker: Worker, model: str, texts: list[str]) -> dict[str, Any]
 
 
 async def _run(arguments: argparse.Namespace, data: dict[str, Any]) -> None:
+    wanted = [w for w in workers() if not arguments.names or w.name in arguments.names]
+    if arguments.part == "replicas":
+        wanted = [w for w in wanted if w.page == RAY]
+    if importlib.util.find_spec("ray") is None:
+        print(f"Ray is not installed: see benchmarks/workers/{RAY}", flush=True)
+        wanted = [w for w in wanted if w.page != RAY]
+    if not wanted:
+        raise SystemExit("no such worker")
     home = os.environ.get("KAFKA_HOME")
     kafka: LocalServer = ApacheKafka(home) if home else PackagedKafka()
     redis = RedisServer()
@@ -359,21 +403,25 @@ async def _run(arguments: argparse.Namespace, data: dict[str, Any]) -> None:
     model = str(resolve_model("all-MiniLM-L6-v2"))
     long = [f"{d.title}\n{d.text}" for d in load_corpus(4000).documents]
     texts = [text for text in long if 30 <= len(text.split()) <= 100]
-    wanted = [w for w in workers() if not arguments.names or w.name in arguments.names]
+    run = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
     for worker in wanted:
         worker.server = kafka if isinstance(worker, OverKafka) else redis  # type: ignore[attr-defined]
     try:
         if arguments.part == "rate":
-            data["rate"] = await rate(wanted, model, texts[: arguments.texts], arguments.rounds)
+            rates = await rate(wanted, model, texts[: arguments.texts], arguments.rounds)
+            for name, found in rates.items():
+                data.setdefault("rate", {})[name] = {"run": run, "texts_s": found}
             data["broker"] = kafka.kind
         else:
             for worker in wanted:
                 try:
-                    found = await killed(worker, model, texts[: arguments.texts])
+                    fate = await killed(
+                        worker, model, texts[: arguments.texts], arguments.part == "replicas"
+                    )
                 finally:
                     worker.kill()
-                data.setdefault("kill", {})[worker.name] = found
-                print(worker.name, found, flush=True)
+                data.setdefault(arguments.part, {})[worker.name] = {"run": run, **fate}
+                print(worker.name, fate, flush=True)
     finally:
         for worker in wanted:
             worker.kill()
@@ -384,7 +432,7 @@ async def _run(arguments: argparse.Namespace, data: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("part", choices=["rate", "kill"])
+    parser.add_argument("part", choices=["rate", "kill", "replicas"])
     parser.add_argument("names", nargs="*", help="of the contestants; default: all")
     parser.add_argument("--texts", type=int, default=240)
     parser.add_argument("--rounds", type=int, default=3)
@@ -399,33 +447,42 @@ def main() -> None:
 
 
 def _told(data: dict[str, Any]) -> list[str]:
+    return [
+        "texts/s: dictionary entries of 30 to 100 words, one a request, sent at once and timed to the last answer; "
+        "workers up and warm, rounds interleaved, medians. Rates compare within a run: its time stands beside each. "
+        "Then, in another run, kill -9 of the worker with all its "
+        "processes once a third is answered, and a new start: requests without an answer when nothing moved for "
+        f"{PATIENCE_S:.0f} s, answers beyond the first of a request (arq, Celery and Ray Serve overwrite theirs), seconds from "
+        "the kill to the last answer (the start of Python and the load of the model included; time-outs that the "
+        "files name are shortened to seconds).",
+        _rows(data, "kill"),
+        "Ray Serve watches its replicas: kill -9 of these alone (every process named `ServeReplica`), nothing started by hand.",
+        _rows(data, "replicas"),
+    ]
+
+
+def _rows(data: dict[str, Any], part: str) -> str:
     rows = []
     for worker in workers():
-        rates, kill = data.get("rate", {}).get(worker.name), data.get("kill", {}).get(worker.name)
+        rates, fate = data.get("rate", {}).get(worker.name), data.get(part, {}).get(worker.name)
+        if part == "replicas" and fate is None:
+            continue
         rows.append(
             [
                 worker.name,
-                f"{median(rates):.1f}" if rates else "-",
+                *([f"{median(rates['texts_s']):.1f}", rates["run"]] if rates else ["-"] * 2),
                 *(
-                    [kill["sent"], kill["lost"], "not counted" if kill["twice"] is None else kill["twice"], f"{kill['whole_s']:.0f}"]
-                    if kill
-                    else ["-"] * 4
+                    [fate["sent"], fate["lost"], "not counted" if fate["twice"] is None else fate["twice"], f"{fate['whole_s']:.0f}", fate["run"]]
+                    if fate
+                    else ["-"] * 5
                 ),
                 f"`{worker.page}`" if worker.page == "README.md" else f"`benchmarks/workers/{worker.page}`",
             ]
         )  # fmt: skip
-    return [
-        "texts/s: dictionary entries of 30 to 100 words, one a request, sent at once and timed to the last answer; "
-        "workers up and warm, rounds interleaved, medians. Then, in another run, kill -9 of the worker with all its "
-        "processes once a third is answered, and a new start: requests without an answer when nothing moved for "
-        f"{PATIENCE_S:.0f} s, answers beyond the first of a request (arq and Celery overwrite theirs), seconds from "
-        "the kill to the last answer (the start of Python and the load of the model included; time-outs that the "
-        "files name are shortened to seconds).",
-        table(
-            ["worker", "texts/s", "sent", "lost", "answered twice", "whole after s", "written as"],
-            rows,
-        ),
-    ]
+    return table(
+        ["worker", "texts/s", "run of the rate", "sent", "lost", "answered twice", "whole after s", "run of the kill", "written as"],
+        rows,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import asyncio
+import datetime
 import gc
 import io
 import itertools
@@ -209,6 +210,7 @@ def main() -> None:
     data.pop("machine", None)
     first, *_, last = samples.costs_pieces()
     data[arguments.part] = {
+        "measured": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "requests": count, "warm": arguments.warm, "mb_per_million": samples.growth_mb(),
         "us_per_token": samples.costs_us(), "pieces_per_token": samples.costs_pieces(),
         "samples": samples.samples(),
@@ -229,14 +231,15 @@ def _told(data: dict[str, Any]) -> list[str]:
             f"{one['mb_per_million']:+.1f}", " / ".join(f"{us:.1f}" for us in one["us_per_token"]),
             " / ".join(f"{cost:.1f}" for cost in one["pieces_per_token"]),
             f"{one['requests'] / (one['samples']['wall_s'][-1] - one['samples']['wall_s'][0]):,.0f}",
+            one["measured"],
         ]
         for part, one in data.items()
     ]  # fmt: skip
     header = ["model", "requests of one text", "MB before", "MB after", "MB per million (slope)",
-              "CPU us a token, by thirds", "in pieces of fixed work / 1000", "requests/s"]  # fmt: skip
+              "CPU us a token, by thirds", "in pieces of fixed work / 1000", "requests/s", "measured"]  # fmt: skip
     return [
         "Settings as shipped, in-process transport, a feeder in the same process; every text and id is another "
-        "one. What fills once and stays full is full before the first sample. The machine is shared: CPU time a token is told beside a piece of fixed "
+        "one. The parts are separate runs; the date and the load above are of the last. What fills once and stays full is full before the first sample. The machine is shared: CPU time a token is told beside a piece of fixed "
         f"work ({PACE_LOOPS} times a request written and read) that was timed every {PACE_EVERY} requests.",
         table(header, rows),
     ]
