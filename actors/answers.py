@@ -9,8 +9,9 @@ wants an answer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from actors.ports import Clock
 
@@ -21,8 +22,7 @@ _ENTRY_BYTES = 400
 """What an entry takes beside its bodies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """The records of one reply, in order."""
 
     bodies: tuple[bytes, ...]

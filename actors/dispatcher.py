@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from copy import copy
@@ -84,6 +85,7 @@ class Dispatcher:
         self._complete = complete
         self._clock = clock
         self._metrics = metrics
+        self._log = log.bind()  # what the module's does anew for each line
         self._results = ResultCache(0) if results is None else results
         self._max_out = executor.width + prefetch
         wanted = executor.width // RESERVED_SHARE if reserved is None else reserved
@@ -286,13 +288,14 @@ class Dispatcher:
         self._metrics.observe("batch_tokens", n_tokens, model=model)
         self._metrics.observe("forward_seconds", took_s, model=model)
         self._metrics.count("padding_avoided_tokens_total", avoided, model=model)
-        log.debug(
-            "batch_forwarded",
-            model=model,
-            n_items=n_items,
-            n_tokens=n_tokens,
-            forward_ms=round(took_s * 1000, 2),
-        )
+        if self._log.is_enabled_for(logging.DEBUG):
+            self._log.debug(
+                "batch_forwarded",
+                model=model,
+                n_items=n_items,
+                n_tokens=n_tokens,
+                forward_ms=round(took_s * 1000, 2),
+            )
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start."""

@@ -11,7 +11,7 @@ holds up its own route alone. The queue of a route is bounded by admission plus 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -59,6 +59,7 @@ class Egress:
         self._infos = infos
         self._clock = clock
         self._metrics = metrics
+        self._log = log.bind()  # what the module's does anew for each line
         self._retry = RetryingWriter(policy, policy.attempts, clock=clock, metrics=metrics)
         self._attempts = policy.attempts
         self._retry_tried = RetryingWriter(
@@ -171,9 +172,12 @@ class Egress:
             try:
                 await self._process(outgoing, outbox)
             finally:
-                self._n_out -= 1
-                if not self._n_out:
-                    self._quiet.set()
+                self._went(1)
+
+    def _went(self, n: int) -> None:
+        self._n_out -= n
+        if not self._n_out:
+            self._quiet.set()
 
     async def run_lists(self, route: Route) -> None:
         """One publisher of what leaves in lists; several run for each such route."""
@@ -191,7 +195,7 @@ class Egress:
             in_flight = left.pop(number)
             for delivery in in_flight.deliveries:
                 delivery.settle()
-            self._leave(in_flight)
+            self._table.remove(in_flight)
             gone.append((in_flight, self._clock.monotonic()))
 
         try:
@@ -208,20 +212,16 @@ class Egress:
             for in_flight in left.values():
                 for delivery in in_flight.deliveries:
                     delivery.release("reply not published")
-                self._leave(in_flight)
+                self._table.remove(in_flight)
+            self._went(len(left))
             raise
         finally:
+            self._went(len(gone))
             self._note_all(route, gone, started)
         if refused:
             self._metrics.count("publish_retries_total", len(refused))
         for number, in_flight in left.items():  # alone, with all the patience that it needs
             outbox.queue.put_nowait(outgoing_of(in_flight, tried=number in refused))
-
-    def _leave(self, in_flight: InFlight) -> None:
-        self._table.remove(in_flight)
-        self._n_out -= 1
-        if not self._n_out:
-            self._quiet.set()
 
     async def _process(self, outgoing: Outgoing, outbox: Outbox) -> None:
         outcome, transactions = None, outgoing.route.transactions
@@ -345,19 +345,18 @@ class Egress:
         self, route: Route, gone: Sequence[tuple[InFlight, float]], started: float
     ) -> None:
         """As `_note`, each series once. gone: with the moment of the acknowledgement."""
-        outcomes: Counter[tuple[Task, str]] = Counter()
-        items: Counter[Task] = Counter()
-        debug = log.bind().debug
+        counts: dict[tuple[Task, str], tuple[int, int]] = {}  # requests and items
+        tell = self._log.is_enabled_for(logging.DEBUG)
         for in_flight, _ in gone:
-            task, outcome = in_flight.request.task, outcome_label(in_flight)
-            outcomes[task, outcome] += 1
-            items[task] += in_flight.request.n_items
-            debug("reply_published", request_id=in_flight.request.id, outcome=outcome)
+            key = in_flight.request.task, outcome_label(in_flight)
+            n, n_items = counts.get(key, (0, 0))
+            counts[key] = n + 1, n_items + len(in_flight.outcomes)
+            if tell:
+                self._log.debug("reply_published", request_id=in_flight.request.id, outcome=key[1])
         name = route.name
-        for (task, outcome), n in outcomes.items():
+        for (task, outcome), (n, n_items) in counts.items():
             self._metrics.count("requests_total", n, route=name, task=task, outcome=outcome)
-        for task, n in items.items():
-            self._metrics.count("items_total", n, task=task)
+            self._metrics.count("items_total", n_items, task=task)
         took = [at - one.deliveries[0].received_at for one, at in gone]
         self._metrics.observe_all("request_seconds", took, route=name)
         self._metrics.observe_all("publish_seconds", [at - started for _, at in gone])

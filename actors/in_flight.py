@@ -27,7 +27,6 @@ class InFlightTable:
         self._admission = admission
         self._all: dict[InFlight, None] = {}  # oldest first
         self._by_key: dict[Key, InFlight] = {}
-        self._by_id: dict[str, set[InFlight]] = {}
         self._room = asyncio.Event()
         self._room.set()
         self._empty = asyncio.Event()
@@ -53,15 +52,15 @@ class InFlightTable:
         return twin
 
     def with_id(self, request_id: str) -> list[InFlight]:
-        """In-flight requests that carry this id (several senders may have chosen the same)."""
-        return list(self._by_id.get(request_id, ()))
+        """In-flight requests that carry this id (several senders may have chosen the same). Looks at all:
+        only cancel records ask."""
+        return [one for one in self._all if one.request.id == request_id]
 
     def add(self, in_flight: InFlight) -> None:
         """Charge the budgets and remember it."""
         self._admission.charge(in_flight.lane, in_flight.cost_bytes)
         self._all[in_flight] = None
         self._by_key[in_flight.join_key] = in_flight
-        self._by_id.setdefault(in_flight.request.id, set()).add(in_flight)
         self._empty.clear()
 
     def charge_tokens(self, in_flight: InFlight, tokens: int) -> None:
@@ -78,10 +77,6 @@ class InFlightTable:
         self._n_answered += in_flight.first_forward_at is not None
         if self._by_key.get(in_flight.join_key) is in_flight:
             del self._by_key[in_flight.join_key]
-        same_id = self._by_id[in_flight.request.id]
-        same_id.discard(in_flight)
-        if not same_id:
-            del self._by_id[in_flight.request.id]
         self._admission.refund(in_flight.lane, in_flight.cost_bytes, in_flight.charged_tokens)
         self._room.set()
         if not self._all:

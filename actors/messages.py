@@ -12,6 +12,7 @@ ignored (an expired request whose items still run).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,9 @@ from gpu.batch import EncodedItem, ItemOutcome
 from schemas.errors import EmbedstreamError
 from schemas.headers import DeadLetterKind
 from schemas.requests import AnyRequest, Lane
+
+
+_MADE: Any = ()  # by `InFlight` itself; a default of [] would be copied for nothing
 
 
 class InFlight(msgspec.Struct, eq=False):
@@ -43,9 +47,9 @@ class InFlight(msgspec.Struct, eq=False):
     payload: object = None
     answer: Answer | None = None
     ticket: Ticket[Outgoing] | None = None
-    outcomes: list[ItemOutcome | None] = []  # one for each item from here, as are
-    tokens: list[int] = []
-    truncated: list[bool] = []
+    outcomes: list[ItemOutcome | None] = _MADE  # one for each item, as are
+    tokens: list[int] = _MADE
+    truncated: list[bool] = _MADE
     prompt: str | None = None
     labels: tuple[str, ...] = ()
     failure: EmbedstreamError | None = None
@@ -86,8 +90,10 @@ class InFlight(msgspec.Struct, eq=False):
             return False
         self.outcomes[index] = outcome
         self.n_open -= 1
-        self.closed = not self.n_open
-        return self.closed
+        if self.n_open:
+            return False
+        self.closed = True
+        return True
 
     def fail(self, error: EmbedstreamError) -> bool:
         """Fail the request as a whole; true unless it had already ended."""
@@ -102,7 +108,7 @@ class InFlight(msgspec.Struct, eq=False):
         return self.request.deadline_ms is not None and epoch_ms >= self.request.deadline_ms
 
 
-class Entry(msgspec.Struct, eq=False):
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One encoded item on its way into a batch. Never changed.
 
     n_tokens: of the item, its cost everywhere. key: `actors.result_cache.key_of`, where results are shared.

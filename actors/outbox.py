@@ -40,7 +40,7 @@ class Outbox:
         n_items = 0
         while waiting and len(some) < LIST_REQUESTS and n_items < LIST_ITEMS:
             some.append(waiting.popleft())
-            n_items += some[-1].request.n_items
+            n_items += len(some[-1].outcomes)
         self.lists.taken()
         return some
 

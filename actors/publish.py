@@ -217,14 +217,16 @@ class ReplyDestination(Destination):
         assert self._lists is not None
         records: list[Record] = []
         numbers: list[int] = []
+        remember: list[bool] = []
         turn = LoopTurn(self._clock)
         for number, (one, info) in enumerate(finished):
             if turn.is_long:
                 await turn.end()
-            record = self._as_one_record(one, info)
+            record, is_new = self._as_one_record(one, info)
             if record is not None:
                 records.append(record)
                 numbers.append(number)
+                remember.append(is_new and self._recent is not None)
 
         refused: dict[int, PublishError] = {}
 
@@ -232,9 +234,10 @@ class ReplyDestination(Destination):
             if error is not None:
                 refused[numbers[place]] = error
                 return
-            one = finished[numbers[place]][0]
-            if self._recent is not None and one.answer is None and _is_final(one):
-                self._recent.put(one.join_key, (records[place].body,))
+            if remember[place]:
+                assert self._recent is not None
+                join_key = finished[numbers[place]][0].join_key
+                self._recent.put(join_key, (records[place].body,))
             done(numbers[place])
 
         await self._lists.publish_all(records, tell)
@@ -243,9 +246,10 @@ class ReplyDestination(Destination):
             log.warning("list_not_published", records=len(refused), reason=reason)
         return set(refused)
 
-    def _as_one_record(self, finished: Finished, info: ModelInfo) -> Record | None:
-        """None: large, in parts, or not to be built: `deliver` sees to it."""
+    def _as_one_record(self, finished: Finished, info: ModelInfo) -> tuple[Record | None, bool]:
+        """And whether it is to be remembered. None: large, in parts, or not to be built: `deliver` sees to it."""
         request = finished.request
+        is_new = False
         if finished.answer is not None:
             bodies: Sequence[bytes] = finished.answer.bodies
         else:
@@ -254,16 +258,18 @@ class ReplyDestination(Destination):
             try:
                 body = rows_record(finished, info, now, received_at, limit_bytes)
                 if body is not None:
-                    return Record(finished.address, request.id, body, headers_for(request))
+                    headers = headers_for(request)
+                    return Record(finished.address, request.id, body, headers), True
                 reply = build_reply(finished, info, now=now, received_at=received_at)
             except Exception:  # noqa: BLE001  boundary: `deliver` meets it again, and says so
-                return None
+                return None, False
             if numbers_in(reply) > OFF_LOOP_NUMBERS:
-                return None
+                return None, False
             bodies = encode(reply, limit_bytes, request.content_type, request.encoding)
+            is_new = _is_final(finished)
         if len(bodies) != 1:
-            return None
-        return Record(finished.address, request.id, bodies[0], headers_for(request))
+            return None, False
+        return Record(finished.address, request.id, bodies[0], headers_for(request)), is_new
 
     async def refuse(self, refusal: Refusal, retry: Retry) -> None:
         """Publish a failure."""

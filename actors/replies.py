@@ -13,7 +13,14 @@ import numpy as np
 from actors.route import Finished
 from gpu.batch import Float32, ItemOutcome, ItemResult, ModelInfo
 from schemas.errors import EmbedstreamError, Internal, NonFinite
-from schemas.requests import ClassifyRequest, DType, EmbedRequest, RerankRequest, ScoreRequest
+from schemas.requests import (
+    AnyRequest,
+    ClassifyRequest,
+    DType,
+    EmbedRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from schemas.results import (
     FailureReply,
     ItemReply,
@@ -23,6 +30,9 @@ from schemas.results import (
     Timings,
     Usage,
 )
+
+
+_LITTLE = np.dtype("<f4")
 
 
 def quantize(vector: Float32, dtype: DType) -> tuple[bytes, float | None]:
@@ -67,39 +77,37 @@ def build_reply(
     return _reply_of(finished, info, items, len(items), now, received_at)
 
 
-def build_rows(
-    finished: Finished, info: ModelInfo, *, now: float, received_at: float
-) -> tuple[Reply, Float32] | None:
-    """What nearly every reply is made of: the reply without its items, and a finite float32 vector of each
-    one after the other [n x d]; None: `build_reply` has to build it."""
+def build_rows(finished: Finished) -> Float32 | None:
+    """What nearly every reply is made of: a finite float32 vector of each item, one after the other [n x d];
+    None: `build_reply` has to build it."""
     request, outcomes = finished.request, finished.outcomes
     if (
         type(request) is not EmbedRequest
         or finished.failure is not None
         or request.encoding != "bytes"
         or not _is_plain(request)
-        or not outcomes
     ):
         return None
-    rows = []
-    for outcome in outcomes:
-        if (
-            type(outcome) is not ItemResult
-            or (row := outcome.dense) is None
-            or outcome.scores is not None
-            or outcome.sparse is not None
-            or outcome.multivector is not None
-            or outcome.spans is not None
-        ):
+    rows = [
+        row
+        for outcome in outcomes
+        if type(outcome) is ItemResult
+        and (row := outcome.dense) is not None
+        and outcome.scores is None
+        and outcome.sparse is None
+        and outcome.multivector is None
+        and outcome.spans is None
+    ]
+    if not rows or len(rows) != len(outcomes):
+        return None
+    together = rows[0]
+    if len(rows) > 1:
+        if len(set(map(len, rows))) != 1:
             return None
-        rows.append(row)
-    size = len(rows[0])
-    if not size or set(map(len, rows)) != {size}:
+        together = np.concatenate(rows)
+    if together.dtype != _LITTLE or not together.size or not together.flags.c_contiguous:
         return None
-    together = (rows[0] if len(rows) == 1 else np.concatenate(rows)).astype("<f4", copy=False)
-    if not together.flags.c_contiguous or 0 in np.isfinite(together).tobytes():
-        return None
-    return _reply_of(finished, info, [], len(rows), now, received_at), together
+    return together if 0 not in np.isfinite(together).tobytes() else None
 
 
 def _is_plain(request: EmbedRequest) -> bool:
@@ -116,30 +124,49 @@ def _reply_of(
 ) -> Reply:
     request = finished.request
     prompt_tokens = sum(finished.tokens)
-    dimensions = normalized = dtype = None
-    if isinstance(request, EmbedRequest) and (size := _vector_size(request, info)) is not None:
-        dimensions = size
-        normalized = info.normalized if request.normalize is None else request.normalize
-        dtype = request.dtype
-    first = finished.first_forward_at
+    dimensions, normalized = size_and_norm(request, info)
     return Reply(
         id=request.id,
         task=request.task,
-        model=ModelRef(name=info.name, fingerprint=info.fingerprint, dtype=info.dtype),
+        model=model_ref(info),
         items=items,
         n=n,
         usage=Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens),
         dimensions=dimensions,
-        dtype=dtype,
+        dtype=request.dtype
+        if dimensions is not None and isinstance(request, EmbedRequest)
+        else None,
         normalized=normalized,
         prompt=finished.prompt,
-        timings=Timings(
-            queue_ms=round(((first if first is not None else now) - received_at) * 1000, 3),
-            forward_ms=round(finished.forward_s * 1000, 3),
-            total_ms=round((now - received_at) * 1000, 3),
-        ),
+        timings=timings_of(finished, now, received_at),
         metadata=request.metadata,
     )
+
+
+def model_ref(info: ModelInfo) -> ModelRef:
+    """Which model answered."""
+    return ModelRef(info.name, info.fingerprint, info.dtype)
+
+
+def size_and_norm(request: AnyRequest, info: ModelInfo) -> tuple[int | None, bool | None]:
+    """Of the vectors in the reply; None, None: it holds none."""
+    if not isinstance(request, EmbedRequest) or (size := _vector_size(request, info)) is None:
+        return None, None
+    return size, info.normalized if request.normalize is None else request.normalize
+
+
+def timings_of(finished: Finished, now: float, received_at: float) -> Timings:
+    """`now` and `received_at`: monotonic seconds."""
+    first = finished.first_forward_at
+    return Timings(
+        _ms((now if first is None else first) - received_at),
+        _ms(finished.forward_s),
+        _ms(now - received_at),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e6) / 1000  # with `round(x, 3)` three of them cost as much as the encoding
 
 
 def _vector_size(request: EmbedRequest, info: ModelInfo) -> int | None:

@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ._encode import finite, metadata_to_wire
+from ._encode import metadata_to_wire
 from ._parts import WIDENING_BYTES
 from .errors import EmbedstreamError
 from .headers import MSGPACK
 from .requests import DType, Task
-from .results import ModelRef, Reply, Timings, Usage
+from .results import ModelRef, Timings, Usage
 
 _MSGPACK: Final = msgspec.msgpack.Encoder()
 
@@ -31,7 +31,7 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
     truncated: bool
 
 
-class _Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """`_encode.envelope_to_wire`, its fields in the same order."""
 
     id: str
@@ -50,42 +50,49 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def encode_rows(
-    reply: Reply,
+    request_id: str,
+    model: ModelRef,
     rows: memoryview,
     *,
     tokens: Sequence[int],
     truncated: Sequence[bool],
+    dimensions: int | None,
+    normalized: bool | None,
+    prompt: str | None,
+    timings: Timings,
+    metadata: dict[str, Any] | None,
     max_body_bytes: int | None,
 ) -> bytes | None:
-    """The record of a whole reply, vectors written as bytes; None: let `split_reply` write it.
+    """The record of a whole reply to an embed request; None: let `split_reply` write it.
 
     Args:
-        reply: of the task embed and without items, which are the rows.
         rows: the vectors' bytes one after the other, little-endian float32, finite.
         tokens, truncated: one for each row.
+        timings: finite floats.
+        The rest: as in `Reply`.
     """
-    size = len(rows) // len(tokens)
-    ends = range(size, len(rows) + 1, size)
+    n, size = len(tokens), len(rows) // len(tokens)
+    total = sum(tokens)
     try:
         envelope = _Envelope(
-            id=reply.id,
-            task=reply.task,
-            model=reply.model,
+            id=request_id,
+            task="embed",
+            model=model,
             object="list",
-            data=[
-                _Row(index, rows[end - size : end], n_tokens, cut)
-                for index, (end, n_tokens, cut) in enumerate(
-                    zip(ends, tokens, truncated, strict=True)
-                )
+            data=[_Row(0, rows, total, truncated[0])]
+            if n == 1
+            else [
+                _Row(index, rows[index * size : (index + 1) * size], n_tokens, cut)
+                for index, (n_tokens, cut) in enumerate(zip(tokens, truncated, strict=True))
             ],
-            n=reply.n,
-            dimensions=reply.dimensions,
-            dtype=reply.dtype,
-            normalized=reply.normalized,
-            prompt=reply.prompt,
-            usage=reply.usage,
-            timings=None if reply.timings is None else _finite(reply.timings),
-            metadata=None if reply.metadata is None else metadata_to_wire(reply.metadata, MSGPACK),
+            n=n,
+            dimensions=dimensions,
+            dtype=None if dimensions is None else "float32",
+            normalized=normalized,
+            prompt=prompt,
+            usage=Usage(total, total),
+            timings=timings,
+            metadata=None if metadata is None else metadata_to_wire(metadata, MSGPACK),
         )
         body = _MSGPACK.encode(envelope)
     except (EmbedstreamError, UnicodeEncodeError, OverflowError, TypeError):
@@ -93,8 +100,3 @@ def encode_rows(
     if max_body_bytes is not None and len(body) + WIDENING_BYTES > max_body_bytes:
         return None
     return body
-
-
-def _finite(timings: Timings) -> Timings:
-    """With floats only, as they are written. Raises `NonFinite`."""
-    return Timings(finite(timings.queue_ms), finite(timings.forward_ms), finite(timings.total_ms))

@@ -54,6 +54,9 @@ _CONTENT_TYPES: dict[str, ContentType] = {
 }
 
 
+_NAMES: Final[dict[ContentType, bytes]] = {kind: kind.encode() for kind in (MSGPACK, JSON)}
+
+
 class RecordHeaders(msgspec.Struct, frozen=True):
     """What the headers of one request say; None where they say nothing."""
 
@@ -184,7 +187,7 @@ def reply_headers(
 ) -> dict[str, bytes]:
     """Headers of a reply record: content type, request id, and the request's own trace context."""
     headers = {
-        CONTENT_TYPE: content_type.encode("ascii"),
+        CONTENT_TYPE: _NAMES[content_type],
         REQUEST_ID: request_id.encode("utf-8", "replace"),
     }
     if traceparent is not None:

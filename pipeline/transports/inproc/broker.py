@@ -14,12 +14,13 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeline.transports.broker_names import DEAD_LETTERS
 from pipeline.transports.inproc.options import DESTINATION_PREFIX, InprocOptions
 
 
-@dataclass(frozen=True, slots=True)
-class InprocReply:
+class InprocReply(msgspec.Struct, frozen=True):
     """One published record."""
 
     key: str
@@ -171,8 +172,8 @@ class InprocBroker:
         if back:
             self._announce()
 
-    async def publish(self, destination: str, reply: InprocReply) -> None:
-        """Into the box of that name. Takes effect at once; awaitable as a broker's is."""
+    def publish(self, destination: str, reply: InprocReply) -> None:
+        """Into the box of that name. Takes effect at once."""
         if destination == f"{DESTINATION_PREFIX}{DEAD_LETTERS}":
             self.dead_letters.append(reply)
             return

@@ -49,20 +49,25 @@ class InprocSink:
         *,
         order_key: str | None = None,
     ) -> None:
-        size = len(body) + sum(len(name) + len(value) for name, value in headers.items())
-        if self.max_record_bytes is not None and size > self.max_record_bytes:
+        self._publish(Record(destination, key, body, headers))
+
+    def _publish(self, record: Record) -> None:
+        limit = self.max_record_bytes
+        if limit is not None and record.size_bytes > limit:
+            size = record.size_bytes
             raise RecordTooLargeForBroker(
-                f"a record of {size} bytes exceeds max_record_bytes ({self.max_record_bytes})",
-                limit_bytes=self.max_record_bytes,
+                f"a record of {size} bytes exceeds max_record_bytes ({limit})",
+                limit_bytes=limit,
                 given_bytes=size,
             )
-        await self._broker.publish(destination, InprocReply(key, body, dict(headers)))
+        reply = InprocReply(record.key, record.body, dict(record.headers))
+        self._broker.publish(record.destination, reply)
 
     async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
         """See `actors.ports.ListSink`."""
         for number, record in enumerate(records):
             try:
-                await self.publish(record.destination, record.key, record.body, record.headers)
+                self._publish(record)
             except PublishError as error:
                 tell(number, error)
             else:

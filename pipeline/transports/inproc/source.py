@@ -92,7 +92,8 @@ class InprocSource(LocalSource):
         )
 
     def on_settle(self, delivery: HeldDelivery) -> None:
-        for serial in self._take([delivery]):
+        serial = number(delivery)
+        if self._held.pop(serial, None) is not None:
             self._broker.settle(serial)
         self._wake.set()
 

@@ -57,6 +57,9 @@ class RedisLoops(BrokerSource, ABC):
         self._reader = make_client(options, connections=1)
         self._client = make_client(options, connections=2)
         self._health = Health(options.address, self._metrics, self.kind)
+        # What waits to be settled takes room from what may be read.
+        self._enough = min(SETTLE_BATCH, max(1, options.max_in_flight // 2))
+        self._gathered = asyncio.Event()
         self._state = "not open"  # empty while it is
         self._sink_fault: Callable[[], str | None] = lambda: None
         self.facts: ServerFacts | None = None
@@ -216,6 +219,7 @@ class RedisLoops(BrokerSource, ABC):
         backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         while True:
             self._tick.clear()
+            self._gathered.clear()
             try:
                 if self._health.is_wrong("house"):
                     await self._prove(self._client)
@@ -236,13 +240,22 @@ class RedisLoops(BrokerSource, ABC):
 
     async def _rest(self, next_claim: float) -> None:
         """Until a settle or release comes, or the next lease, redelivery or claim is due."""
-        if self._settled:
+        if len(self._settled) >= self._enough:
             return
-        due = self._next_due()
-        due = next_claim if due is None else min(due, next_claim)
-        try:
-            async with asyncio.timeout(max(0.0, due - self._clock.monotonic())):
-                await self._tick.wait()
-        except TimeoutError:
-            return
-        await asyncio.sleep(self._queue.settle_interval_ms / 1000)  # let settles gather
+        if not self._settled:
+            due = self._next_due()
+            due = next_claim if due is None else min(due, next_claim)
+            try:
+                async with asyncio.timeout(max(0.0, due - self._clock.monotonic())):
+                    await self._tick.wait()
+            except TimeoutError:
+                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._queue.settle_interval_ms / 1000):
+                await self._gathered.wait()
+
+    def _settle_waits(self) -> None:
+        """`_settled` has got longer: they gather for a moment, or until they are enough."""
+        if len(self._settled) >= self._enough:
+            self._gathered.set()
+        self._tick.set()

@@ -102,7 +102,7 @@ class RedisSource(RedisLoops):
         if delivery.epoch == self._epoch:
             # Even when the lease was lost: the reply is out, nobody needs to do it again.
             self._settled[entry_of(delivery)] = None
-        self._tick.set()
+        self._settle_waits()
         self._wake.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:

@@ -102,7 +102,7 @@ class RedisListSource(LocalSource, RedisLoops):
         """See `delivery.Owner`."""
         if self._drop([delivery]):
             self._settled[number(delivery)] = delivery.body or b""
-        self._tick.set()
+        self._settle_waits()
         self._wake.set()
 
     def on_release(self, delivery: HeldDelivery, reason: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.messages import InFlight
 from actors.replies import build_reply
-from actors.reply_records import HEADER_ROOM_BYTES, OFF_LOOP_NUMBERS, encode, rows_record
+from actors.reply_records import HEADER_ROOM_BYTES, MAX_ROWS_NUMBERS, encode, rows_record
 from gpu.batch import ItemResult, ModelInfo
 from schemas._parts import WIDENING_BYTES
 from schemas.errors import EmbedstreamError, ModelError
@@ -99,7 +99,7 @@ NAN = np.full(16, np.nan, np.float32)
         ended(vectors(2), encoding="bytes", content_type="application/json"),
         ended(vectors(2), metadata={"x": object()}),
         ended(vectors(2), id="\ud800"),
-        ended(vectors(2, OFF_LOOP_NUMBERS)),
+        ended(vectors(2, MAX_ROWS_NUMBERS)),
     ],
 )
 def test_what_is_no_row_of_plain_vectors_is_left_to_the_long_way(one: InFlight) -> None:
