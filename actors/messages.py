@@ -25,7 +25,6 @@ from schemas.errors import EmbedstreamError
 from schemas.headers import DeadLetterKind
 from schemas.requests import AnyRequest, Lane
 
-
 _MADE: Any = ()  # by `InFlight` itself; a default of [] would be copied for nothing
 
 

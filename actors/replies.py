@@ -31,7 +31,6 @@ from schemas.results import (
     Usage,
 )
 
-
 _LITTLE = np.dtype("<f4")
 
 
@@ -166,7 +165,9 @@ def timings_of(finished: Finished, now: float, received_at: float) -> Timings:
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e6) / 1000  # with `round(x, 3)` three of them cost as much as the encoding
+    return (
+        round(seconds * 1e6) / 1000
+    )  # with `round(x, 3)` three of them cost as much as the encoding
 
 
 def _vector_size(request: EmbedRequest, info: ModelInfo) -> int | None:
