@@ -80,8 +80,8 @@ class Coalescer:
         if lane == "interactive":
             self.on_interactive()
 
-    async def next_batch(self, *, idle: Callable[[], bool]) -> Selected:
-        """Wait for the next batch. `idle()` says whether the executor has nothing to run now.
+    async def next_batch(self, *, idle: Callable[[], int]) -> Selected:
+        """Wait for the next batch. `idle()` says how many of the executor's threads have nothing to run now.
 
         Safe to cancel: entries leave a packer only when they are returned.
         """
@@ -94,7 +94,7 @@ class Coalescer:
             ready_times = [
                 at
                 for packer in self.packers.values()
-                if (at := packer.ready_at(idle=False)) is not None
+                if (at := packer.ready_at(idle=0)) is not None
             ]
             wait_s = max(0.0005, min(ready_times) - now) if ready_times else None
             try:
@@ -103,7 +103,7 @@ class Coalescer:
             except TimeoutError:
                 continue
 
-    def try_next_batch(self, *, idle: bool) -> Selected | None:
+    def try_next_batch(self, *, idle: int) -> Selected | None:
         """A batch if one should be emitted now: interactive work first, but no model waits for more
         than 1 / bulk_floor batches of others; models in turn otherwise."""
         now, epoch_ms = self._clock.monotonic(), self._clock.epoch_ms()

@@ -125,10 +125,11 @@ class Dispatcher:
             return self._executor.width - self._reserved
         return self._max_out
 
-    def _idle(self) -> bool:
+    def _idle(self) -> int:
+        """Threads that have nothing to run."""
         if self._died is not None:
             raise ExecutorDied(self._died)
-        return self.n_out < self._executor.width
+        return max(0, min(self._executor.width, self._most_out()) - self.n_out)
 
     def _pack_again(self) -> None:
         """Interactive items have come: a batch that waits behind running ones makes room for them."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import Entry
-from actors.packing import Packer, PackingPolicy
+from actors.packing import SHARE_TOKENS, Packer, PackingPolicy
 from tests.support.stations import entry
 
 
@@ -46,6 +46,53 @@ def test_small_items_are_coalesced_into_few_batches() -> None:
     while box.next_batch(0.0, 0, idle=True).batch:
         n += 1
     assert n == -(-64 * 7 // 98)
+
+
+def test_idle_threads_divide_what_waits() -> None:
+    """A request of ten documents alone on the machine is computed by four threads, not by one."""
+    box = packer(max_batch_tokens=512)
+    box.add([entry(40) for _ in range(10)], "interactive")
+    taken = [lengths(box.next_batch(0.0, 0, idle=idle).batch) for idle in (4, 3, 2, 1)]
+    assert taken == [[40, 40], [40, 40], [40, 40, 40], [40, 40, 40]]
+    assert not len(box)
+
+
+def test_what_is_little_is_not_divided() -> None:
+    box = packer(max_batch_tokens=512)
+    box.add([entry(10) for _ in range(6)], "interactive")
+    assert lengths(box.next_batch(0.0, 0, idle=16).batch) == [10] * 6
+
+
+def test_idle_threads_leave_a_full_batch_full() -> None:
+    box = packer(max_batch_tokens=512)
+    box.add([entry(64) for _ in range(64)], "bulk")
+    assert [len(box.next_batch(0.0, 0, idle=idle).batch) for idle in (4, 3, 2, 1)] == [8] * 4
+
+
+@settings(deadline=None)
+@given(
+    interactive=st.lists(st.integers(1, 600), max_size=40),
+    bulk=st.lists(st.integers(1, 600), max_size=40),
+    threads=st.integers(1, 16),
+    floor=st.floats(0, 0.9),
+)
+def test_divided_or_not_everything_leaves_within_the_budget(
+    interactive: list[int], bulk: list[int], threads: int, floor: float
+) -> None:
+    """However many threads are idle: budgets hold, every batch has an item, the oldest one goes first."""
+    box = packer(max_batch_tokens=512, bulk_floor=floor)
+    box.add([entry(n) for n in interactive], "interactive")
+    box.add([entry(n) for n in bulk], "bulk")
+    left: list[int] = []
+    while len(box):
+        for idle in range(threads, 0, -1):
+            waiting = box.queued_tokens()
+            batch = lengths(box.next_batch(0.0, 0, idle=idle).batch)
+            assert bool(batch) == bool(waiting)
+            fair = max(SHARE_TOKENS, -(-waiting // idle))
+            assert len(batch) < 2 or sum(batch) <= min(512, fair)
+            left += batch
+    assert sorted(left) == sorted(interactive + bulk)
 
 
 def test_a_busy_executor_waits_for_a_full_batch_or_the_linger() -> None:
