@@ -3,7 +3,8 @@
 Who calls it: `pipeline/model_pool.py` loads models through it, the dispatcher submits batches.
 What must stay true: an exception in a model resolves its future and never ends a thread; every future
 handed out is resolved, also when a thread dies, the device is lost or the executor closes; once fatal,
-always fatal: nothing waits for an executor that cannot answer. No torch here.
+always fatal: nothing waits for an executor that cannot answer; a thread without a batch computes parts of
+another's (`gpu.device.intra_op`). No torch here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias
 
 from gpu.batch import ExecutorDied, ExecutorHealth, ItemOutcome, PackedBatch, Runner
 from gpu.device.heap import HeapTrim
+from gpu.device.intra_op import Lent, Part, lending
 from gpu.faults import DeviceFault
 from schemas.errors import Overloaded, UnknownModel
 
@@ -62,7 +64,7 @@ class ModelExecutor:
         self._inits = _thread_inits(self._factories, thread_init)
         self._runners: dict[str, Runner] = {}
         self._loads: dict[str, Future[Runner]] = {}
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | Part[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
         self._running: dict[int, _Job] = {}
@@ -71,6 +73,7 @@ class ModelExecutor:
         self._last_success_s: float | None = None
         self._failures = 0
         self._heap = HeapTrim()
+        self._lent = Lent(self._queue.put, self._idle_for_each)
         self._threads = [
             threading.Thread(target=self._run, name=f"executor-{i}", daemon=True)
             for i in range(self.width)
@@ -182,6 +185,9 @@ class ModelExecutor:
             for init in self._inits:
                 init()
             while (job := self._queue.get()) is not None:
+                if isinstance(job, Part):
+                    job.run()
+                    continue
                 if not job.future.set_running_or_notify_cancel():
                     continue
                 with self._lock:
@@ -230,7 +236,13 @@ class ModelExecutor:
         return runner
 
     def _forward(self, model: str, batch: PackedBatch) -> list[ItemOutcome]:
-        return self._runners[model].forward(batch)
+        with lending(self._lent):
+            return self._runners[model].forward(batch)
+
+    def _idle_for_each(self) -> int:
+        """Threads without a job, for each of those with one."""
+        running = len(self._running)
+        return (self.width - running) // running if running else 0
 
     def _latch(self, reason: str) -> None:
         """Refuse work for good, and fail what waits."""
@@ -248,6 +260,8 @@ class ModelExecutor:
                 break
             if job is None:
                 stops += 1
+                continue
+            if isinstance(job, Part):  # who wants it computes it
                 continue
             if job.future.set_running_or_notify_cancel():
                 with self._lock:

@@ -5,7 +5,7 @@ What must stay true: an item's result depends on its own rows only, down to the 
 whether it runs alone or in one call with items of the same length. torch's CPU flash kernel keeps
 this (every item and head is a task of its own with block sizes taken from the item's length) as long as
 the calling thread has one intra-op thread: the scratch memory of a second one begins at any address, and
-the BLAS may sum in another order there. Batched matmul does not keep it; so the soft-cap path, which needs matmul, runs item by item on fresh tensors.
+the BLAS may sum in another order there. So executor threads without work take heads, by calls of their own. Batched matmul does not keep it; so the soft-cap path, which needs matmul, runs item by item on fresh tensors.
 Long windowed layers are cut into query blocks that see only their band of keys, so that work and memory
 grow with length x window and not with length squared; the cuts depend on the item's length alone.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from gpu.attention.base import AttentionError, LayerKind, PackLayout, bias_slice
+from gpu.device import intra_op
 
 # Query rows per call in a windowed layer: small enough that the band (rows + window) stays far below
 # the item's length, large enough that the kernel's own 32 to 256 row blocks are full.
@@ -49,6 +51,14 @@ class SdpaPlan:
     total_tokens: int
     runs: tuple[tuple[int, int, int, tuple[Call, ...]], ...]  # start, length, count, calls
 
+    @property
+    def work(self) -> int:
+        """Queries times keys, over all calls."""
+        return sum(
+            count * sum((call.q1 - call.q0) * (call.k1 - call.k0) for call in calls)
+            for _, _, count, calls in self.runs
+        )
+
 
 class SdpaBackend:
     """`scaled_dot_product_attention` per item, items of one length together.
@@ -65,6 +75,7 @@ class SdpaBackend:
     def __init__(self, *, group_equal_lengths: bool = True, half_from: int | None = None) -> None:
         self.group_equal_lengths = group_equal_lengths
         self.half_from = half_from
+        self._work = intra_op.Divisible()
 
     def refuses(self, kind: LayerKind, dtype: torch.dtype, device: torch.device) -> str | None:
         if not dtype.is_floating_point:
@@ -92,6 +103,40 @@ class SdpaBackend:
         v: torch.Tensor,
         plan: SdpaPlan,
         bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        kind = plan.kind
+        threads = intra_op.lent() if q.dtype == torch.float32 and q.device.type == "cpu" else None
+        # Matmul under a soft cap, and a bias of each head's own, are left whole.
+        if threads is None or bias is not None or kind.softcap is not None:
+            return self._run(q, k, v, plan, bias)
+        work = plan.work * kind.n_heads * kind.head_dim
+        n = self._work.parts(work, kind.n_kv_heads)
+        if n == 1:
+            with self._work.timed(work):
+                return self._run(q, k, v, plan, None)
+        share = kind.n_heads // kind.n_kv_heads
+        works = []
+        for start, end in intra_op.even(kind.n_kv_heads, n):
+            part = dataclasses.replace(kind, n_heads=(end - start) * share, n_kv_heads=end - start)
+            works.append(partial(
+                self._inferred, q[:, start * share : end * share], k[:, start:end], v[:, start:end],
+                dataclasses.replace(plan, kind=part),
+            ))  # fmt: skip
+        return torch.cat(threads.map(works), dim=1)
+
+    @torch.inference_mode()  # which holds for a thread
+    def _inferred(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SdpaPlan
+    ) -> torch.Tensor:
+        return self._run(q, k, v, plan, None)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: SdpaPlan,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         kind, total = plan.kind, plan.total_tokens
         assert q.shape == (total, kind.n_heads, kind.head_dim), (q.shape, total, kind)

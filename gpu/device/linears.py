@@ -6,6 +6,7 @@ keep this from a few rows up (a single row may take a matrix-vector path with an
 so each shape's smallest safe row count is measured at load and shorter inputs are filled up with
 zero rows. oneDNN's ops are private to torch: looked up at load. Each layer is compared with `F.linear`
 before its original weight is dropped, and left alone when it differs. Safe to share between threads.
+Because rows do not depend on each other, threads without work of their own take some of a large product's.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu.device import mlas
+from gpu.device import intra_op, mlas
 from gpu.device.kernels import DEFAULT, KernelChoice, KernelName
 
 _REORDER_ROWS = (
@@ -56,7 +58,8 @@ class ReplacedLinear(nn.Module, ABC):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.gelu = gelu
-        self.min_rows = 1
+        self.min_rows: int | None = 1  # None: a row's bits depend on the others at any count
+        self._rows = intra_op.Divisible()
 
     @abstractmethod
     def product(self, flat: torch.Tensor) -> torch.Tensor:
@@ -67,10 +70,21 @@ class ReplacedLinear(nn.Module, ABC):
         rows = flat.shape[0]
         if rows == 0:
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=self.out_dtype)
-        if rows < self.min_rows:
+        if self.min_rows is not None and rows < self.min_rows:
             flat = functional.pad(flat, (0, 0, 0, self.min_rows - rows))
-        out = self.activated(flat)
+        threads = None if self.min_rows is None else intra_op.lent()
+        out = self.activated(flat) if threads is None else self._divided(flat, threads)
         return out[:rows].view(*x.shape[:-1], self.out_features)
+
+    def _divided(self, flat: torch.Tensor, threads: intra_op.Lent) -> torch.Tensor:
+        """`activated`, by several threads where that is worth it."""
+        rows = flat.shape[0]
+        n = self._rows.parts(rows, rows // intra_op.PART_ROWS)
+        if n == 1:
+            with self._rows.timed(rows):
+                return self.activated(flat)
+        parts = [flat[start:end] for start, end in intra_op.even(rows, n)]
+        return torch.cat(threads.map([partial(_inferred, self.activated, p) for p in parts]))
 
     def activated(self, flat: torch.Tensor) -> torch.Tensor:
         """In place: fresh memory for the activation's result would cost as much as the activation."""
@@ -81,6 +95,11 @@ class ReplacedLinear(nn.Module, ABC):
         """Shown by `print(model)`."""
         act = "gelu" if self.gelu else "none"
         return f"{self.in_features}, {self.out_features}, act={act}, kernel={self.kernel}"
+
+
+@torch.inference_mode()  # which holds for a thread
+def _inferred(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return work(x)
 
 
 class TorchLinear(ReplacedLinear):
@@ -221,10 +240,10 @@ def prepack(
             if key not in safe_rows:
                 safe_rows[key] = _safe_rows(packed)
             rows = safe_rows[key]
+            packed.min_rows = rows
             if rows is None:
                 report.unstable = (*report.unstable, shape)
             else:
-                packed.min_rows = rows
                 report.min_rows = max(report.min_rows, rows)
             setattr(parent, name, packed)
             on_packed(child.weight.data)

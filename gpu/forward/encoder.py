@@ -10,14 +10,19 @@ The formula: Devlin et al. 2018 (post-LayerNorm encoder, learned positions, exac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from gpu.attention.interface import NAME, attention
+from gpu.device import intra_op
+from gpu.device.linears import ReplacedLinear
+
+T = TypeVar("T")
 
 PREFIXES = {
     "bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "camembert": "roberta.",
@@ -93,7 +98,8 @@ class Logits(NamedTuple):
 
 
 class _Layer(nn.Module):
-    """One block: attention and a feed-forward net, each added to its input and then normalised."""
+    """One block: attention and a feed-forward net, each added to its input and then normalised; `forward`
+    is the model's, which computes a layer's end and the next one's first product in one go."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -106,29 +112,58 @@ class _Layer(nn.Module):
         self.activation: nn.Module = nn.GELU()
         self.lin2 = nn.Linear(inner, hidden)
         self.norm2 = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        self._rows = intra_op.Divisible()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-        packed: bool,
-        read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x, result: [n, length, hidden_size]. mask: additive, [n, 1, 1, length]; never with a pack.
-        read: the tokens whose result is wanted, as `EncoderModel` has it."""
-        rows = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
+    def mixed(self, qkv: torch.Tensor, mask: torch.Tensor | None, packed: bool) -> torch.Tensor:
+        """Attention. qkv: [n, length, 3 * hidden_size], what `self.qkv` gives. mask: additive,
+        [n, 1, 1, length]; never with a pack. -> [n, length, hidden_size]."""
+        rows = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_dim)
         q, k, v = (rows[:, :, i].transpose(1, 2) for i in range(3))
         if packed:
-            mixed = attention(self, q, k, v, scaling=self.head_dim**-0.5, is_causal=False)[0]
+            found = attention(self, q, k, v, scaling=self.head_dim**-0.5, is_causal=False)[0]
         else:
-            mixed = _plain(q, k, v, mask)
-        mixed = mixed.reshape(x.shape)
-        if read is not None:
-            mixed, x = mixed[:, read], x[:, read]
+            found = _plain(q, k, v, mask)
+        return found.flatten(2)
+
+    def after(
+        self, mixed: torch.Tensor, x: torch.Tensor, following: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows attention, each row of [n, length, hidden_size] for itself. x: what went into the
+        layer. following: the next layer's `qkv`. Returns what leaves the layer, and that after `following`."""
         # The products are memory of their own, so that sums may go into them.
         y = self.norm1(self.out(mixed).add_(x))
         out: torch.Tensor = self.norm2(self.lin2(self.activation(self.lin1(y))).add_(y))
-        return out
+        return out, out if following is None else following(out)
+
+    def divided(
+        self, mixed: torch.Tensor, x: torch.Tensor, following: nn.Module | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`after`, its rows shared out among threads without other work, where that is worth it."""
+        threads, rows = intra_op.lent(), x.shape[1]
+        if threads is None or not self._may_divide() or x.shape[0] > 1:
+            return self.after(mixed, x, following)
+        n = self._rows.parts(rows, rows // intra_op.PART_ROWS)
+        if n == 1:
+            with self._rows.timed(rows):
+                return self.after(mixed, x, following)
+        parts = threads.map([
+            partial(_inferred, self.after, mixed[:, start:end], x[:, start:end], following)
+            for start, end in intra_op.even(rows, n)
+        ])  # fmt: skip
+        out, then = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
+        return out, then
+
+    def _may_divide(self) -> bool:
+        """Do all products keep a row's bits whatever others there are?"""
+        return all(
+            isinstance(one, ReplacedLinear) and one.min_rows is not None
+            for one in (self.qkv, self.out, self.lin1, self.lin2)
+        )
+
+
+@torch.inference_mode()  # which holds for a thread
+def _inferred(work: Callable[..., T], *arguments: Any) -> T:
+    return work(*arguments)
 
 
 def _plain(
@@ -195,9 +230,13 @@ class EncoderModel(nn.Module):
             blocked = attention_mask[:, None, None, :] == 0
             mask = torch.zeros_like(blocked, dtype=x.dtype)
             mask = mask.masked_fill_(blocked, torch.finfo(x.dtype).min)
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            x = layer(x, mask, self._packed, read if i == last else None)
+        layers = [*self.layers]
+        qkv = layers[0].qkv(x)
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            mixed = layer.mixed(qkv, mask, self._packed)
+            if following is None and read is not None:
+                mixed, x = mixed[:, read], x[:, read]
+            x, qkv = layer.divided(mixed, x, None if following is None else following.qkv)
         return States(x)
 
 
