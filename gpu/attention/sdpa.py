@@ -111,9 +111,23 @@ class SdpaBackend:
             return self._run(q, k, v, plan, bias)
         work = plan.work * kind.n_heads * kind.head_dim
         n = self._work.parts(work, kind.n_kv_heads)
-        if n == 1:
-            with self._work.timed(work):
-                return self._run(q, k, v, plan, None)
+        with self._work.timed(work, n):
+            return (
+                self._run(q, k, v, plan, None)
+                if n == 1
+                else self._by_heads(q, k, v, plan, n, threads)
+            )
+
+    def _by_heads(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: SdpaPlan,
+        n: int,
+        threads: intra_op.Lent,
+    ) -> torch.Tensor:
+        kind = plan.kind
         share = kind.n_heads // kind.n_kv_heads
         works = []
         for start, end in intra_op.even(kind.n_kv_heads, n):

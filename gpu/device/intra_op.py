@@ -20,12 +20,15 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PART_S = 0.4e-3
-"""What a part has to take at least: a part in another thread costs some 0.15 ms (two cores of a virtual machine)."""
-PART_ROWS = 16
+SHORTEST_S = 0.3e-3
+"""Work below it is left whole: to wake a thread takes 0.05 to 0.15 ms (two cores of a virtual machine)."""
+PART_ROWS = 8
 """Fewer rows read a linear's weights for too little."""
 MAX_PARTS = 8
 """Each part takes the interpreter's lock twice."""
+TRIED_EVERY = 32
+"""So often the way that was slower is tried again: other programs come and go."""
+_NEW = 0.2  # weight of the newest time in a mean
 
 
 class Part(Generic[T]):
@@ -85,26 +88,52 @@ class Lent:
             _state.lent = outer
 
 
-class Divisible:
-    """Work in units that do not depend on each other (rows, heads), and what one took at the best."""
+class _Ways:
+    """Mean seconds of a unit, left whole and in parts; None: not tried."""
+
+    __slots__ = ("divided", "n", "whole")
 
     def __init__(self) -> None:
-        self._unit_s = float("inf")
+        self.whole: float | None = None
+        self.divided: float | None = None
+        self.n = 0
+
+
+class Divisible:
+    """Work in units that do not depend on each other (rows, heads): in parts where that has been faster
+    here, among what else this machine does."""
+
+    def __init__(self) -> None:
+        self._ways: dict[int, _Ways] = {}
 
     def parts(self, units: int, at_most: int) -> int:
         """Into how many parts to divide so many units, 1: leave them whole. See `timed`."""
         threads = lent()
-        if threads is None or at_most < 2 or self._unit_s == float("inf"):
+        most = 1 if threads is None else min(threads.idle() + 1, MAX_PARTS, at_most)
+        if most < 2:
             return 1
-        worth = int(units * self._unit_s / PART_S)
-        return max(1, min(threads.idle() + 1, MAX_PARTS, at_most, worth))
+        ways = self._ways_of(units)
+        if ways.whole is None or ways.whole * units < SHORTEST_S:
+            return 1
+        ways.n += 1
+        faster = ways.divided is None or ways.divided < ways.whole
+        return most if faster != (ways.n % TRIED_EVERY == 0) else 1
 
     @contextmanager
-    def timed(self, units: int) -> Iterator[None]:
-        """Around work that was left whole although threads were idle."""
+    def timed(self, units: int, parts: int) -> Iterator[None]:
+        """Around the work, if threads were idle."""
         began = time.perf_counter()
         yield
-        self._unit_s = min(self._unit_s, (time.perf_counter() - began) / max(units, 1))
+        took = (time.perf_counter() - began) / max(units, 1)
+        ways = self._ways_of(units)
+        if parts == 1:
+            ways.whole = took if ways.whole is None else (1 - _NEW) * ways.whole + _NEW * took
+        else:
+            ways.divided = took if ways.divided is None else (1 - _NEW) * ways.divided + _NEW * took
+
+    def _ways_of(self, units: int) -> _Ways:
+        """Of all within a factor of two."""
+        return self._ways.setdefault(units.bit_length(), _Ways())
 
 
 _state = threading.local()

@@ -72,19 +72,22 @@ class ReplacedLinear(nn.Module, ABC):
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=self.out_dtype)
         if self.min_rows is not None and rows < self.min_rows:
             flat = functional.pad(flat, (0, 0, 0, self.min_rows - rows))
-        threads = None if self.min_rows is None else intra_op.lent()
-        out = self.activated(flat) if threads is None else self._divided(flat, threads)
+        threads = intra_op.lent()
+        if threads is None or self.min_rows is None:
+            out = self.activated(flat)
+        else:
+            out = self._divided(flat, threads, max(self.min_rows, intra_op.PART_ROWS))
         return out[:rows].view(*x.shape[:-1], self.out_features)
 
-    def _divided(self, flat: torch.Tensor, threads: intra_op.Lent) -> torch.Tensor:
-        """`activated`, by several threads where that is worth it."""
+    def _divided(self, flat: torch.Tensor, threads: intra_op.Lent, least: int) -> torch.Tensor:
+        """`activated`, by several threads where that is worth it. least: rows of a part."""
         rows = flat.shape[0]
-        n = self._rows.parts(rows, rows // intra_op.PART_ROWS)
-        if n == 1:
-            with self._rows.timed(rows):
+        n = self._rows.parts(rows, rows // least)
+        with self._rows.timed(rows, n):
+            if n == 1:
                 return self.activated(flat)
-        parts = [flat[start:end] for start, end in intra_op.even(rows, n)]
-        return torch.cat(threads.map([partial(_inferred, self.activated, p) for p in parts]))
+            parts = [flat[start:end] for start, end in intra_op.even(rows, n)]
+            return torch.cat(threads.map([partial(_inferred, self.activated, p) for p in parts]))
 
     def activated(self, flat: torch.Tensor) -> torch.Tensor:
         """In place: fresh memory for the activation's result would cost as much as the activation."""

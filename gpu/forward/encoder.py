@@ -143,15 +143,15 @@ class _Layer(nn.Module):
         if threads is None or not self._may_divide() or x.shape[0] > 1:
             return self.after(mixed, x, following)
         n = self._rows.parts(rows, rows // intra_op.PART_ROWS)
-        if n == 1:
-            with self._rows.timed(rows):
+        with self._rows.timed(rows, n):
+            if n == 1:
                 return self.after(mixed, x, following)
-        parts = threads.map([
-            partial(_inferred, self.after, mixed[:, start:end], x[:, start:end], following)
-            for start, end in intra_op.even(rows, n)
-        ])  # fmt: skip
-        out, then = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
-        return out, then
+            parts = threads.map([
+                partial(_inferred, self.after, mixed[:, start:end], x[:, start:end], following)
+                for start, end in intra_op.even(rows, n)
+            ])  # fmt: skip
+            out, then = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
+            return out, then
 
     def _may_divide(self) -> bool:
         """Do all products keep a row's bits whatever others there are?"""

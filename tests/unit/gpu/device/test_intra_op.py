@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gpu.batch import EncodedItem, ItemResult, PackedBatch, pack
-from gpu.device.intra_op import Divisible, Lent, Part, even, lending, lent
+from gpu.device import intra_op
+from gpu.device.intra_op import MAX_PARTS, TRIED_EVERY, Divisible, Lent, Part, even, lending, lent
 from gpu.executor import ModelExecutor
 
 WAIT_S = 20.0
@@ -153,14 +154,40 @@ def test_a_part_is_not_divided_again() -> None:
     assert lent() is None
 
 
-def test_what_is_short_or_unknown_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def took(
+    work: Divisible, monkeypatch: pytest.MonkeyPatch, units: int, parts: int, seconds: float
+) -> None:
+    times = iter((10.0, 10.0 + seconds))
+    with monkeypatch.context() as patched:
+        patched.setattr(intra_op.time, "perf_counter", lambda: next(times))
+        with work.timed(units, parts):
+            pass
+
+
+def test_work_is_divided_where_that_was_faster_and_both_ways_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     work, threads = Divisible(), Lent(lambda part: None, lambda: 15)
+    assert work.parts(1000, 100) == 1  # nobody lends
     with lending(threads):
-        assert work.parts(1000, 100) == 1  # never seen
-        monkeypatch.setattr(work, "_unit_s", 1e-5)
-        assert [work.parts(n, 100) for n in (10, 79, 80, 200, 10_000)] == [1, 1, 2, 5, 8]
-        assert work.parts(10_000, 3) == 3
-    assert work.parts(10_000, 100) == 1  # nobody lends
+        assert work.parts(1000, 100) == 1  # not seen yet
+        took(work, monkeypatch, 1000, 1, 0.010)
+        assert work.parts(1000, 100) == MAX_PARTS and work.parts(1000, 3) == 3
+        took(work, monkeypatch, 1000, 3, 0.020)  # slower
+        chosen = [work.parts(1000, 100) for _ in range(2 * TRIED_EVERY)]
+        assert sorted(set(chosen)) == [1, MAX_PARTS] and chosen.count(MAX_PARTS) == 2
+        for _ in range(20):
+            took(work, monkeypatch, 1000, 8, 0.004)  # now faster
+        chosen = [work.parts(1000, 100) for _ in range(2 * TRIED_EVERY)]
+        assert sorted(set(chosen)) == [1, MAX_PARTS] and chosen.count(1) == 2
+        assert work.parts(100, 100) == 1  # another size, not seen yet
+
+
+def test_what_is_short_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Divisible()
+    took(work, monkeypatch, 40, 1, 0.9 * intra_op.SHORTEST_S)
+    with lending(Lent(lambda part: None, lambda: 15)):
+        assert {work.parts(40, 100) for _ in range(100)} == {1}
 
 
 def test_even_parts_cover_everything_once() -> None:
