@@ -210,8 +210,33 @@ class OverStream(Worker):
         await self._client.aclose()
 
 
-class OverArq(OverStream):
-    """arq's own queue and results; runs are counted by what the worker stored."""
+class OverResults(OverStream):
+    """A library's own queue and results: each time one is stored, the server tells us."""
+
+    told: str
+    """Pattern of the channels, QUEUE.ID at their ends."""
+
+    async def listen(self) -> None:
+        self._heard = self._client.pubsub(ignore_subscribe_messages=True)
+        await self._heard.psubscribe(f"{self.told}{self.queue}.*")
+
+    async def read(self) -> None:
+        while message := await self._heard.get_message(timeout=0.02):
+            if self.counts(message["data"]):
+                self.seen[message["channel"].decode().rpartition(f"{self.queue}.")[2]] += 1
+
+    def counts(self, stored: bytes) -> bool:
+        return True
+
+    async def close(self) -> None:
+        await self._heard.aclose()
+        await super().close()
+
+
+class OverArq(OverResults):
+    """arq says nothing when it stores a result; the server's keyspace events do."""
+
+    told = "__keyspace@0__:arq:result:"
 
     async def open(self) -> None:
         from arq import create_pool
@@ -220,34 +245,18 @@ class OverArq(OverStream):
         self._client = await create_pool(
             RedisSettings.from_dsn(self.address), default_queue_name=self.queue
         )
-        self._open: set[str] = set()
+        await self._client.config_set("notify-keyspace-events", "K$")
+        await self.listen()
 
     async def send(self, texts: dict[str, str]) -> None:
         for request_id, text in texts.items():
             await self._client.enqueue_job("embed", text, _job_id=f"{self.queue}.{request_id}")
-            self._open.add(request_id)
-
-    async def read(self) -> None:
-        waiting = list(self._open)
-        keys = [f"arq:result:{self.queue}.{request_id}" for request_id in waiting]
-        found = await self._client.exists(keys[0]) if len(keys) == 1 else None
-        there = [found] if found is not None else await self._exist(keys)
-        done = {request_id for request_id, yes in zip(waiting, there, strict=True) if yes}
-        self._open -= done
-        self.seen.update(done)
-        if not done:
-            await asyncio.sleep(0.02)
-
-    async def _exist(self, keys: list[str]) -> list[int]:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.exists(key)
-        there: list[int] = await pipe.execute()
-        return there
 
 
-class OverCelery(OverArq):
-    """Celery's queue and its result backend."""
+class OverCelery(OverResults):
+    """Celery's result backend publishes what it stores, the first success of a task; a retry or a failure is no answer."""
+
+    told = "celery-task-meta-"
 
     async def open(self) -> None:
         from celery import Celery
@@ -256,7 +265,7 @@ class OverCelery(OverArq):
         self._app = Celery("bench", broker=self.address, backend=self.address)
         self._app.conf.task_default_queue = self.queue
         self._client = Redis.from_url(self.address)
-        self._open = set()
+        await self.listen()
 
     async def send(self, texts: dict[str, str]) -> None:
         def all_of_them() -> None:
@@ -268,16 +277,9 @@ class OverCelery(OverArq):
                     )  # fmt: skip
 
         await asyncio.to_thread(all_of_them)
-        self._open |= set(texts)
 
-    async def read(self) -> None:
-        waiting = list(self._open)
-        there = await self._exist([f"celery-task-meta-{self.queue}.{r}" for r in waiting])
-        done = {request_id for request_id, yes in zip(waiting, there, strict=True) if yes}
-        self._open -= done
-        self.seen.update(done)
-        if not done:
-            await asyncio.sleep(0.02)
+    def counts(self, stored: bytes) -> bool:
+        return bool(json.loads(stored)["status"] == "SUCCESS")
 
 
 def _body(request_id: str, text: str, **more: str) -> bytes:
@@ -380,14 +382,16 @@ async def killed(
     until = time.monotonic() + 3.0  # late twins
     while time.monotonic() < until:
         await worker.read()
-    counted = isinstance(worker, OverKafka) or type(worker) is OverStream
     return {
         "sent": len(ids), "before": before, "lost": len(missing), "whole_s": whole_s,
-        "twice": sum(worker.seen.values()) - len(worker.seen) if counted else None,
+        "twice": sum(worker.seen.values()) - len(worker.seen),
     }  # fmt: skip
 
 
 async def _run(arguments: argparse.Namespace, data: dict[str, Any]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # workers end too
     wanted = [w for w in workers() if not arguments.names or w.name in arguments.names]
     if arguments.part == "replicas":
         wanted = [w for w in wanted if w.page == RAY]
@@ -452,7 +456,7 @@ def _told(data: dict[str, Any]) -> list[str]:
         "workers up and warm, rounds interleaved, medians. Rates compare within a run: its time stands beside each. "
         "Then, in another run, kill -9 of the worker with all its "
         "processes once a third is answered, and a new start: requests without an answer when nothing moved for "
-        f"{PATIENCE_S:.0f} s, answers beyond the first of a request (arq, Celery and Ray Serve overwrite theirs), seconds from "
+        f"{PATIENCE_S:.0f} s, answers beyond the first of a request (Celery's backend, which Ray Serve uses too, keeps the first: what it computed again is not seen), seconds from "
         "the kill to the last answer (the start of Python and the load of the model included; time-outs that the "
         "files name are shortened to seconds).",
         _rows(data, "kill"),
@@ -472,7 +476,7 @@ def _rows(data: dict[str, Any], part: str) -> str:
                 worker.name,
                 *([f"{median(rates['texts_s']):.1f}", rates["run"]] if rates else ["-"] * 2),
                 *(
-                    [fate["sent"], fate["lost"], "not counted" if fate["twice"] is None else fate["twice"], f"{fate['whole_s']:.0f}", fate["run"]]
+                    [fate["sent"], fate["lost"], fate["twice"], f"{fate['whole_s']:.0f}", fate["run"]]
                     if fate
                     else ["-"] * 5
                 ),
