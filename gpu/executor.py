@@ -9,7 +9,6 @@ another's (`gpu.device.intra_op`). No torch here.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from gpu.batch import ExecutorDied, ExecutorHealth, ItemOutcome, PackedBatch, Runner
+from gpu.device.cores import n_threads, usable_cores
 from gpu.device.heap import HeapTrim
 from gpu.device.intra_op import Lent, Part, lending
 from gpu.faults import DeviceFault
@@ -46,7 +46,7 @@ class ModelExecutor:
     Args:
         factories: by model name; called once, on one of the threads. A factory may have `phase` (text,
             readable from any thread) and `thread_init` (run once on every thread before its first job).
-        workers: threads, and so batches that run at once; None: the cores this process may use.
+        workers: threads, and so batches that run at once; None: `gpu.device.cores.n_threads`.
         thread_init: instead of the factories' own.
     """
 
@@ -57,7 +57,7 @@ class ModelExecutor:
         *,
         thread_init: Callable[[], None] | None = None,
     ) -> None:
-        self.width = _cores() if workers is None else workers
+        self.width = n_threads(len(usable_cores())) if workers is None else workers
         if self.width < 1:
             raise ValueError(f"an executor needs at least one thread, not {workers}")
         self._factories = dict(factories)
@@ -278,9 +278,3 @@ def _thread_inits(
         return [given]
     own = (getattr(factory, "thread_init", None) for factory in factories.values())
     return [init for init in own if init is not None]
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1

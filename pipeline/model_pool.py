@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import msgspec
 import structlog
 
 from gpu.batch import ModelInfo, Runner
+from gpu.device.cores import cpu_limit, n_threads, usable_cores
 from gpu.executor import ModelExecutor
 from gpu.faults import ModelLoadError
 from gpu.load import RunnerFactory
@@ -45,7 +45,7 @@ class LoadedModels:
 
 def executor_workers(settings: Settings) -> int:
     """Executor threads: one on CUDA, which runs batches one after the other; on the CPU the
-    setting, else the cores that this process may use.
+    setting, else the cores that this process may use, as far as its CPU limit goes.
 
     Raises:
         OperatorError: models on the CPU beside models on CUDA, a process serves one device; several
@@ -64,9 +64,7 @@ def executor_workers(settings: Settings) -> int:
     configured = settings.executor.cpu_workers
     if configured != "auto":
         return configured
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+    return n_threads(len(usable_cores()))
 
 
 def _refuse_unmeant_copies(settings: Settings) -> None:
@@ -121,7 +119,9 @@ async def load_models(
         factories = {
             name: await _factory(name, model, on_phase) for name, model in settings.models.items()
         }
-    executor = ModelExecutor(factories, workers=await asyncio.to_thread(executor_workers, settings))
+    workers = await asyncio.to_thread(executor_workers, settings)
+    log.info("executor_threads", threads=workers, cores=len(usable_cores()), cpu_limit=cpu_limit())
+    executor = ModelExecutor(factories, workers=workers)
     loaded = LoadedModels(executor, {}, {})
     try:
         for name in factories:

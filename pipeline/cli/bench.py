@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import platform
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import msgspec
 
+from gpu.device.cores import n_threads, usable_cores
 from pipeline.cli.ask import AskCommand, opened
 from pipeline.cli.console import (
     configure_one_off_logging,
@@ -307,7 +307,7 @@ def _machine() -> str:
         cpu = next(
             line.partition(":")[2].strip() for line in lines if line.startswith("model name")
         )
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n = n_threads(len(usable_cores()))
     return f"{cpu}, {n} core{'s' if n > 1 else ''}"
 
 

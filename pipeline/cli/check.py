@@ -121,7 +121,8 @@ async def _find(settings: Settings, findings: Findings, verify: bool) -> None:
 
 
 def _divide(settings: Settings, findings: Findings) -> None:
-    from pipeline.processes.cores import shares, usable_cores
+    from gpu.device.cores import usable_cores
+    from pipeline.processes.shares import shares
 
     try:
         shares(settings, usable_cores())

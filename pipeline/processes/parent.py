@@ -30,14 +30,15 @@ import structlog
 
 from actors.backoff import Backoff
 from actors.ports import Clock, SystemClock
+from gpu.device.cores import n_threads, usable_cores
 from pipeline.lifecycle import FORCE_GRACE_S, CutShort, ExitStatus, StopSignal, beside, race
 from pipeline.observe.http import HealthServer, HealthViews
 from pipeline.observe.metric_table import BY_NAME
 from pipeline.observe.metrics import PrometheusMetrics
 from pipeline.observe.readiness import READY_PHASE, Readiness
-from pipeline.processes.cores import shares, usable_cores
 from pipeline.processes.member import BEYOND_BUDGET_S, Member, packed
 from pipeline.processes.merged import Seen, ask, merge_metrics
+from pipeline.processes.shares import shares
 from pipeline.settings.records import Settings
 
 log = structlog.get_logger(__name__)
@@ -211,7 +212,8 @@ class Parent:
     def _settings_of(self, child: Child) -> Settings:
         executor = self._settings.executor
         if executor.cpu_workers == "auto":
-            executor = msgspec.structs.replace(executor, cpu_workers=len(child.cores))
+            threads = n_threads(len(child.cores), executor.processes)
+            executor = msgspec.structs.replace(executor, cpu_workers=threads)
         return msgspec.structs.replace(self._settings, executor=executor)
 
     async def _look(self, child: Child) -> None:

@@ -317,7 +317,7 @@ class ExecutorSettings(Record, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"],
         Meta(
             description='Executor threads on CPU, one intra-op thread each. "auto": the cores '
-            "this process may use; with `processes`, its share of them.",
+            "this process may use, as far as its container's CPU limit goes; with `processes`, its share.",
         ),
     ] = "auto"
     processes: Annotated[

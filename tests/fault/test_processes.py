@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import redis.asyncio as aioredis
 
+from gpu.device.cores import usable_cores
 from pipeline.local.server import free_port
-from pipeline.processes.cores import usable_cores
 from schemas.codec import decode_reply, encode_request
 from schemas.requests import EmbedRequest, Text
 from schemas.results import Reply

@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gpu.device.cores import usable_cores
 from pipeline.lifecycle import ExitStatus, OperatorError, StopSignal
 from pipeline.local.server import free_port
 from pipeline.processes import parent as parent_module
-from pipeline.processes.cores import shares, usable_cores
 from pipeline.processes.member import packed
 from pipeline.processes.parent import Parent
+from pipeline.processes.shares import shares
 from pipeline.settings.load import HealthSettings, LifecycleSettings, ModelSettings, Settings, load
 from pipeline.settings.records import ExecutorSettings
 

@@ -8,33 +8,10 @@ socket, stay together as far as the numbers allow.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from pipeline.lifecycle import ExitStatus, OperatorError
 from pipeline.settings.records import Settings
-
-_TOPOLOGY = Path("/sys/devices/system/cpu")
-_LEVELS = ("physical_package_id", "die_id", "core_id")
-
-
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may use, neighbours beside each other."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(os.cpu_count() or 1))
-    return sorted(os.sched_getaffinity(0), key=_place)
-
-
-def _place(core: int) -> tuple[int, ...]:
-    """Socket, die and physical core, as far as the kernel tells, then the number itself."""
-    found = []
-    for level in _LEVELS:
-        try:
-            found.append(int((_TOPOLOGY / f"cpu{core}/topology/{level}").read_text()))
-        except (OSError, ValueError):
-            found.append(0)
-    return (*found, core)
 
 
 def shares(settings: Settings, cores: Sequence[int]) -> list[tuple[int, ...]]:
