@@ -59,7 +59,7 @@ class ReplacedLinear(nn.Module, ABC):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.gelu = gelu
         self.min_rows: int | None = 1  # None: a row's bits depend on the others at any count
-        self._rows = intra_op.Divisible()
+        self.rows = intra_op.Divisible()
 
     @abstractmethod
     def product(self, flat: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ class ReplacedLinear(nn.Module, ABC):
     def _divided(self, flat: torch.Tensor, threads: intra_op.Lent, least: int) -> torch.Tensor:
         """`activated`, by several threads where that is worth it. least: rows of a part."""
         rows = flat.shape[0]
-        n = self._rows.parts(rows, rows // least)
-        with self._rows.timed(rows, n):
+        n = self.rows.parts(rows, rows // least)
+        with self.rows.timed(rows, n):
             if n == 1:
                 return self.activated(flat)
             parts = [flat[start:end] for start, end in intra_op.even(rows, n)]
@@ -228,6 +228,7 @@ def prepack(
         return report
     choice = choice or KernelChoice(DEFAULT)
     safe_rows: dict[tuple[tuple[int, int], bool, torch.dtype], int | None] = {}
+    alike: dict[tuple[tuple[int, int], bool, torch.dtype], intra_op.Divisible] = {}
     for parent in list(model.modules()):
         dtype = torch.bfloat16 if parent in half_parents else torch.float32
         for name, child in list(parent.named_children()):
@@ -244,6 +245,7 @@ def prepack(
                 safe_rows[key] = _safe_rows(packed)
             rows = safe_rows[key]
             packed.min_rows = rows
+            packed.rows = alike.setdefault(key, packed.rows)
             if rows is None:
                 report.unstable = (*report.unstable, shape)
             else:

@@ -112,7 +112,7 @@ class _Layer(nn.Module):
         self.activation: nn.Module = nn.GELU()
         self.lin2 = nn.Linear(inner, hidden)
         self.norm2 = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
-        self._rows = intra_op.Divisible()
+        self.rows = intra_op.Divisible()
 
     def mixed(self, qkv: torch.Tensor, mask: torch.Tensor | None, packed: bool) -> torch.Tensor:
         """Attention. qkv: [n, length, 3 * hidden_size], what `self.qkv` gives. mask: additive,
@@ -142,8 +142,8 @@ class _Layer(nn.Module):
         threads, rows = intra_op.lent(), x.shape[1]
         if threads is None or not self._may_divide() or x.shape[0] > 1:
             return self.after(mixed, x, following)
-        n = self._rows.parts(rows, rows // intra_op.PART_ROWS)
-        with self._rows.timed(rows, n):
+        n = self.rows.parts(rows, rows // intra_op.PART_ROWS)
+        with self.rows.timed(rows, n):
             if n == 1:
                 return self.after(mixed, x, following)
             parts = threads.map([
@@ -201,6 +201,8 @@ class EncoderModel(nn.Module):
         self.places = nn.Embedding(config.max_position_embeddings, hidden)
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        for layer in self.layers:
+            layer.rows = self.layers[0].rows  # they are alike
         self.pooler = Pooler(hidden) if pooler else None
         self._packed = False
 
