@@ -138,7 +138,7 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
     starts, total = cu_seqlens[:-1], int(cu_seqlens[-1])
     positions = np.arange(total, dtype=np.int32) - starts.repeat(cu_seqlens[1:] - starts)
     token_type_ids: Int32 | None = None
-    if any([item.token_type_ids is not None for item in rows]):
+    if any(item.token_type_ids is not None for item in rows):
         token_type_ids = np.zeros(total, dtype=np.int32)
         for row, item in enumerate(rows):
             if item.token_type_ids is not None:
