@@ -153,7 +153,9 @@ class Coalescer:
 
     def _order(self) -> list[str]:
         waiting = [model for model, packer in self.packers.items() if len(packer)]
-        turn = self._turn % len(waiting) if waiting else 0
+        if len(waiting) < 2:
+            return waiting
+        turn = self._turn % len(waiting)
         rotated = waiting[turn:] + waiting[:turn]
 
         def urgency(model: str) -> tuple[bool, float]:

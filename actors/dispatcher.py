@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import structlog
@@ -33,6 +34,7 @@ from schemas.requests import Lane
 
 log = structlog.get_logger(__name__)
 
+_owner_of: Callable[[Entry], InFlight] = attrgetter("owner")
 Spawn = Callable[[str, Coroutine[Any, Any, None]], object]
 
 RESERVED_SHARE = 4
@@ -157,14 +159,11 @@ class Dispatcher:
     async def _run_batch(self, out: _Out) -> None:
         selected = out.selected
         try:
-            groups = apart([entry.owner for entry in selected.entries])
-            for owners in groups:
-                entries = selected.entries
-                if len(groups) > 1:
-                    members = set(owners)
-                    entries = [entry for entry in entries if entry.owner in members]
-                async with self._attempts.counted(owners):
-                    await self._forward(selected.model, entries, out)
+            owners = dict.fromkeys(map(_owner_of, selected.entries))
+            if not any(owner.redelivered for owner in owners):
+                await self._forward(selected.model, selected.entries, out)
+            else:
+                await self._forward_apart(selected, out)
         except ExecutorDied as error:
             self._died = str(error)
         finally:
@@ -176,6 +175,14 @@ class Dispatcher:
             self.n_out -= 1
             self._free.set()
             self._coalescer.poke()
+
+    async def _forward_apart(self, selected: Selected, out: _Out) -> None:
+        """What was handed out before, counted, and suspects alone."""
+        for owners in apart(map(_owner_of, selected.entries)):
+            members = set(owners)
+            entries = [entry for entry in selected.entries if entry.owner in members]
+            async with self._attempts.counted(owners):
+                await self._forward(selected.model, entries, out)
 
     async def _forward(self, model: str, entries: list[Entry], out: _Out | None = None) -> None:
         """Run entries as one batch; on failure run both halves, down to single items."""

@@ -136,7 +136,6 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
     rows = tuple([items[i] for i in order])
     cu_seqlens = _int32([0, *accumulate([given[i] for i in order])])
     starts, total = cu_seqlens[:-1], int(cu_seqlens[-1])
-    positions = np.arange(total, dtype=np.int32) - starts.repeat(cu_seqlens[1:] - starts)
     token_type_ids: Int32 | None = None
     if any(item.token_type_ids is not None for item in rows):
         token_type_ids = np.zeros(total, dtype=np.int32)
@@ -145,7 +144,7 @@ def pack(items: Sequence[EncodedItem]) -> PackedBatch:
                 token_type_ids[cu_seqlens[row] : cu_seqlens[row + 1]] = item.token_type_ids
     return PackedBatch(
         input_ids=_joined([item.input_ids for item in rows]),
-        positions=positions,
+        positions=np.arange(total, dtype=np.int32) - starts.repeat(cu_seqlens[1:] - starts),
         token_type_ids=token_type_ids,
         cu_seqlens=cu_seqlens,
         max_seqlen=given[order[0]],

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pipeline.transports.redis.options import DATA_FIELD, LIST_PREFIX
 
@@ -72,8 +73,7 @@ REFUSALS = {
 """What the script answers when it changed nothing, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
+class Append(msgspec.Struct, frozen=True, gc=False):
     """One record to write. `head`: what the script does to all keys of a call."""
 
     head: tuple[str, str, int, int]

@@ -38,7 +38,7 @@ from pipeline.transports.redis.append import (
     entry,
     only_look,
 )
-from pipeline.transports.redis.connect import close_client, make_writer, reconnect_if_wrong
+from pipeline.transports.redis.connect import call_all, close_client, make_writer, reconnect_if_wrong
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.loops import RedisLoops
 from pipeline.transports.redis.options import (
@@ -119,11 +119,11 @@ class RedisSink:
         fresh = time.monotonic() < self._last_failure_at + _FAULT_FOR_S
         return self._failure if fresh and self._n_failures >= _FAULT_AFTER else None
 
-    def _is_ours(self, destination: str) -> bool:
+    def _is_ours(self, destination: str, name: str) -> bool:
         """Is it the operator's to make it writable, rather than a sender's to name another?"""
-        if self._one_place or destination == self.dead_letter_destination:
+        if name.startswith(OWN_REPLIES) or self._one_place:
             return True
-        return bare_name(destination).startswith(OWN_REPLIES)
+        return destination == self.dead_letter_destination
 
     async def publish(
         self,
@@ -160,8 +160,9 @@ class RedisSink:
                 limit_bytes=limit,
                 given_bytes=size,
             )
-        append = self._append_of(record)
-        return Waiting(publisher, number, append, size, self._is_ours(record.destination))
+        kind, name = split_destination(record.destination)
+        append = self._append_of(record, kind, name)
+        return Waiting(publisher, number, append, size, self._is_ours(record.destination, name))
 
     async def aclose(self) -> None:
         await close_client(self._client, self._options.close_timeout_s)
@@ -231,11 +232,8 @@ class RedisSink:
         return answers
 
     async def _run(self, calls: list[list[Waiting]], command: str, script: str) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for call in calls:
-                words = call_of([waiting.append for waiting in call])
-                pipe.execute_command(command, script, *words)
-            return list(await pipe.execute(raise_on_error=False))
+        words = [call_of([waiting.append for waiting in call]) for call in calls]
+        return await call_all(self._client, [(command, script, *one) for one in words])
 
     def _outcome(self, answer: object, is_ours: bool) -> PublishError | None:
         if isinstance(answer, Exception):
@@ -271,9 +269,8 @@ class RedisSink:
             f"Redis at {where}: {describe(error)}", retryable=code not in ("NOPERM", "WRONGTYPE")
         )
 
-    def _append_of(self, record: Record) -> Append:
+    def _append_of(self, record: Record, kind: str | None, name: str) -> Append:
         options, destination = self._options, record.destination
-        kind, name = split_destination(destination)
         if kind is None:
             raise PublishError(
                 f"{destination[:80]!r} is no Redis destination: list:NAME or stream:NAME",
@@ -303,7 +300,7 @@ def split_destination(destination: str) -> tuple[str | None, str]:
     """(`list:` or `stream:`, NAME); (None, destination) when it is neither."""
     for prefix in (LIST_PREFIX, STREAM_PREFIX):
         if destination.startswith(prefix):
-            return prefix, destination.removeprefix(prefix)
+            return prefix, destination[len(prefix) :]
     return None, destination
 
 
