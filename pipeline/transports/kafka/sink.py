@@ -166,6 +166,8 @@ class KafkaSink:
                 async with timeout:
                     producer = await self._ready_producer()
                     self._prune(producer)
+                    for topic in self._own.intersection([one.destination for one in records]):
+                        await self._find_topic(producer, topic)
                     for number, record in enumerate(records):
                         if self._is_ordinary(record):
                             sent.sent(number, await self._queued(producer, record))

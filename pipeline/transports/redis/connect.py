@@ -14,7 +14,6 @@ import errno
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import hiredis
 import structlog
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -40,7 +39,7 @@ Locate: TypeAlias = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class _OfOurs:
-    """Goes where `locate` says, packs with hiredis, and sends without `asyncio.wait_for`.
+    """Goes where `locate` says, packs in one go, and sends without `asyncio.wait_for`.
 
     In Python 3.11 that may swallow a cancellation. redis-py sends every command through it; a reader
     that was told to stop then went on to block.
@@ -56,8 +55,18 @@ class _OfOurs:
         await super()._connect()  # type: ignore[misc]
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        """As redis-py's own, which joins the words one by one."""
-        return [hiredis.pack_command((*args[0].split(), *args[1:]))]
+        """As redis-py's own, which joins the words one by one; hiredis' takes thirty times as long for long ones."""
+        words = [*args[0].split(), *args[1:]]
+        parts = [b"*%d\r\n" % len(words)]
+        for word in words:
+            if isinstance(word, bytes):
+                data = word
+            elif isinstance(word, str | int | float):
+                data = str(word).encode()
+            else:
+                raise TypeError(f"a word of a command is text, bytes or a number, not {type(word)}")
+            parts += (b"$%d\r\n" % len(data), data, b"\r\n")
+        return [b"".join(parts)]
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
         """As redis-py's own."""

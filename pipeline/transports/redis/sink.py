@@ -38,7 +38,12 @@ from pipeline.transports.redis.append import (
     entry,
     only_look,
 )
-from pipeline.transports.redis.connect import call_all, close_client, make_writer, reconnect_if_wrong
+from pipeline.transports.redis.connect import (
+    call_all,
+    close_client,
+    make_writer,
+    reconnect_if_wrong,
+)
 from pipeline.transports.redis.errors import WRONG_SERVER, code_of, describe
 from pipeline.transports.redis.loops import RedisLoops
 from pipeline.transports.redis.options import (
