@@ -172,8 +172,8 @@ class InprocBroker:
         if back:
             self._announce()
 
-    def publish(self, destination: str, reply: InprocReply) -> None:
-        """Into the box of that name. Takes effect at once."""
+    async def publish(self, destination: str, reply: InprocReply) -> None:
+        """Into the box of that name. Takes effect at once; awaitable as a broker's is."""
         if destination == f"{DESTINATION_PREFIX}{DEAD_LETTERS}":
             self.dead_letters.append(reply)
             return

@@ -49,9 +49,9 @@ class InprocSink:
         *,
         order_key: str | None = None,
     ) -> None:
-        self._publish(Record(destination, key, body, headers))
+        await self._publish(Record(destination, key, body, headers))
 
-    def _publish(self, record: Record) -> None:
+    async def _publish(self, record: Record) -> None:
         limit = self.max_record_bytes
         if limit is not None and record.size_bytes > limit:
             size = record.size_bytes
@@ -61,13 +61,13 @@ class InprocSink:
                 given_bytes=size,
             )
         reply = InprocReply(record.key, record.body, dict(record.headers))
-        self._broker.publish(record.destination, reply)
+        await self._broker.publish(record.destination, reply)
 
     async def publish_all(self, records: Sequence[Record], tell: Told) -> None:
         """See `actors.ports.ListSink`."""
         for number, record in enumerate(records):
             try:
-                self._publish(record)
+                await self._publish(record)
             except PublishError as error:
                 tell(number, error)
             else:
