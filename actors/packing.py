@@ -32,6 +32,8 @@ BRISK_SHARE = 4
 SHARE_TOKENS = 64
 """Idle threads take no less than this: from about 32 rows on a CPU's linears compute at full rate, and below
 it two forwards cost more than one (AMD EPYC with AVX2, MiniLM: 14 tokens 12 ms, 28 tokens 18, 64 tokens 32)."""
+MAX_SHARES = 8
+"""Each batch takes the interpreter's lock for a millisecond or two, whatever it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,8 @@ class Packer:
             return take
         budget = fill_to = self.policy.max_batch_tokens
         if idle > 1:
-            fill_to = min(budget, max(SHARE_TOKENS, -(-self.queued_tokens() // idle)))
+            shares = min(idle, MAX_SHARES)
+            fill_to = min(budget, max(SHARE_TOKENS, -(-self.queued_tokens() // shares)))
         both = bool(self._lanes["interactive"]) and bool(self._lanes["bulk"])
         if both:
             # An item above the cap would wait for as long as interactive items come.

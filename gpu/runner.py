@@ -33,6 +33,9 @@ from gpu.settings import ModelSettings
 from schemas.errors import EmbedstreamError, EmptyInput, InvalidRequest, TooLong, Unsupported
 
 CPU_BATCH_TOKENS = 512  # the GEMM rate is flat from 32 rows up, and answers stay quick
+CPU_WARM_UP_TOKENS = (
+    32  # a pack of `CPU_BATCH_TOKENS` fits wherever the weights do: its seconds are saved
+)
 CUDA_BATCH_TOKENS = 16384
 
 OnPhase = Callable[[str], None]
@@ -197,8 +200,11 @@ class BaseRunner(ABC):
         return ModelInfo(**({"fingerprint": fingerprint, "dtype": dtype} | known | found))
 
     def _warm_up(self) -> None:
-        """One pack at the token budget. Out of memory here names the setting to lower."""
+        """One pack, at the token budget where it may not fit: on CUDA, or as the settings have it. Out of
+        memory here names the setting to lower."""
         budget, longest = self.budget, self.spec.max_tokens
+        if self.device.type == "cpu" and self.settings.max_batch_tokens == "auto":
+            budget = min(budget, CPU_WARM_UP_TOKENS)
         lengths = [longest] * (budget // longest) + ([budget % longest] if budget % longest else [])
         options = ItemOptions(task=min(self.spec.tasks), outputs=self.spec.outputs)
         items = [EncodedItem(np.ones(n, np.int32), options=options) for n in lengths]

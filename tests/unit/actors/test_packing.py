@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.messages import Entry
-from actors.packing import SHARE_TOKENS, Packer, PackingPolicy
+from actors.packing import MAX_SHARES, SHARE_TOKENS, Packer, PackingPolicy
 from tests.support.stations import entry
 
 
@@ -89,7 +89,7 @@ def test_divided_or_not_everything_leaves_within_the_budget(
             waiting = box.queued_tokens()
             batch = lengths(box.next_batch(0.0, 0, idle=idle).batch)
             assert bool(batch) == bool(waiting)
-            fair = max(SHARE_TOKENS, -(-waiting // idle))
+            fair = max(SHARE_TOKENS, -(-waiting // min(idle, MAX_SHARES)))
             assert len(batch) < 2 or sum(batch) <= min(512, fair)
             left += batch
     assert sorted(left) == sorted(interactive + bulk)

@@ -345,7 +345,7 @@ def test_a_warm_up_that_does_not_fit_names_the_setting(
     monkeypatch.setattr(ModelRunner, "_compute", compute)
     folder = write_model(tmp_path / "m", "bert")
     with pytest.raises(ModelLoadError, match="max_batch_tokens"):
-        make_runner_factory("m", folder)()
+        make_runner_factory("m", folder, max_batch_tokens=512)()
     assert make_runner_factory("m", folder, max_batch_tokens=256)().info.max_batch_tokens == 256
 
 
