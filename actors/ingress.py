@@ -214,6 +214,8 @@ class Ingress:
             return
         answer = self.route.destination.answered(join_key) if self.route.order == "none" else None
         lane = request.priority or self.route.lane
+        tokenizer, parking = self._tokenizers[model], self._parkings[lane]
+        may_park = parked is None and self.route.order == "none"
         while True:
             decision = self._admission.decide(
                 request, lane, len(body), epoch_ms=self._clock.epoch_ms()
@@ -221,9 +223,7 @@ class Ingress:
             if isinstance(decision, Reject):
                 await self._refuse(delivery, decision.error, request=request, parked=parked)
                 return
-            parking = self._parkings[lane]
-            may_park = parked is None and self.route.order == "none"
-            crowded = may_park and (len(parking) > 0 or not self._tokenizers[model].has_room(lane))
+            crowded = may_park and (len(parking) > 0 or not tokenizer.has_room(lane))
             if isinstance(decision, Accept) and not crowded:
                 break
             if may_park and parking.has_room(len(body)):
@@ -259,11 +259,11 @@ class Ingress:
         self._disown(delivery, parked)  # the table's from here
         if answer is not None:
             self._metrics.count("answered_again_total", route=self.route.name)
-        if request.n_items and answer is None:
-            if self._tokenizers[model].has_room(lane):
-                self._tokenizers[model].put_nowait(in_flight)
+        if in_flight.n_open and answer is None:
+            if tokenizer.has_room(lane):
+                tokenizer.put_nowait(in_flight)
             else:
-                await self._tokenizers[model].put(in_flight)
+                await tokenizer.put(in_flight)
         else:
             in_flight.closed = True
             self._egress.send(in_flight)

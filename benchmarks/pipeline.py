@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import time
@@ -292,6 +293,8 @@ def main() -> None:
                 work = contestants(lane, bodies(count, n_items))
                 for warm in work.values():
                     warm()
+                gc.collect()
+                gc.freeze()  # as `serve` does
                 lane.seconds.clear()
                 samples = interleave({n: [w] for n, w in work.items()}, rounds, say=_say)
                 rows.append(_row(lane, n_items, count, samples))

@@ -55,7 +55,7 @@ Span: TypeAlias = tuple[int, int]
 """[from, to), in code points of a text."""
 
 
-class Text(msgspec.Struct, frozen=True):
+class Text(msgspec.Struct, frozen=True, gc=False):
     """One text. Never empty by construction: the tokenizer decides what empty means.
 
     spans: late chunking where the sender cuts: one vector for each of these, instead of one of the text.
