@@ -106,8 +106,8 @@ class SdpaBackend:
     ) -> torch.Tensor:
         kind = plan.kind
         threads = intra_op.lent() if q.dtype == torch.float32 and q.device.type == "cpu" else None
-        # Matmul under a soft cap, and a bias of each head's own, are left whole.
-        if threads is None or bias is not None or kind.softcap is not None:
+        # Matmul under a soft cap, a bias of each head's own and bfloat16's kernels are left whole.
+        if threads is None or bias is not None or kind.softcap is not None or self.half_from:
             return self._run(q, k, v, plan, bias)
         work = plan.work * kind.n_heads * kind.head_dim
         n = self._work.parts(work, kind.n_kv_heads)
