@@ -57,12 +57,13 @@ class Part(Generic[T]):
             self._ended.release()
 
     def result(self) -> T:
-        """Computed here if nobody has begun. Raises what the work raised."""
+        """Computed here if nobody has begun; ask once. Raises what the work raised."""
         self.run()
         self._ended.acquire()
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]
+        found, self._result = self._result, None  # a part may lie in the queue for a while
+        return found  # type: ignore[return-value]
 
 
 class Lent:
