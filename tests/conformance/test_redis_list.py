@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.ports import NoMetrics, PublishError, SystemClock
+from pipeline.lifecycle import beside
 from pipeline.local.redis import RedisServer
 from pipeline.transports.redis_list.commands import ListCommands, digest
 from pipeline.transports.redis_list.options import RedisListOptions
@@ -227,9 +228,17 @@ async def test_a_stalled_owner_is_robbed_and_says_so(harness: RedisListHarness) 
     await harness.produce(b"a")
     async with running(harness.options(claim_idle_ms=60_000), metrics) as stalled:
         (delivery,) = await collect(stalled.source, 1, settle=False)
-        await harness.redis.zadd(harness.options().consumers, {source_of(stalled).consumer: 0})
+
+        async def silent() -> None:
+            """Whatever it says by reading on."""
+            while True:
+                ours = {source_of(stalled).consumer: 0}
+                await harness.redis.zadd(harness.options().consumers, ours)
+                await asyncio.sleep(0.01)
+
         async with running(harness.options(**SOON)) as other:
-            (again,) = await collect(other.source, 1, settle=False)
+            async with beside(silent()):
+                (again,) = await collect(other.source, 1, settle=False)
             assert (again.body, again.redelivered) == (b"a", True)
             delivery.settle()
             await metrics.reached("source_leases_lost_total", 1)

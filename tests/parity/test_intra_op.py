@@ -16,8 +16,8 @@ from gpu.load import make_runner_factory
 from tests.support.models import write_model
 
 WAIT_S = 60.0
-FAMILIES = ("bert", "mpnet", "nomic_bert", "modernbert", "qwen3", "gemma2", "phi3")
-"""Own layers, a bias, other position codes, windows, shared heads, a soft cap, joined products."""
+FAMILIES = ("bert", "mpnet", "modernbert", "qwen3", "gemma2")
+"""Own layers, a bias, windows, shared heads, a soft cap."""
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def compared(folder: Path, seen: list[int], lengths: tuple[int, ...], **given: A
 def test_a_divided_pack_has_the_same_bytes(tmp_path: Path, divided: list[int], family: str) -> None:
     """A06, K51."""
     folder = write_model(tmp_path / "m", family, pooling="mean", max_seq_length=60)
-    compared(folder, divided, (13, 2, 28, 28, 7, 40))
+    compared(folder, divided, (13, 28, 28, 40))
 
 
 @pytest.mark.parametrize("labels", [None, 2])
