@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from embedstream_client import Client
 from tests.support.client import background_service
 from tests.support.servers import ServerInfo, redis_ladder, unique
 
@@ -92,3 +96,22 @@ def test_a_loop_that_was_closed_under_it_is_no_fault_of_the_clients(
         "'Redis.aclose'",
     ):
         assert words not in err
+
+
+def test_a_forgotten_client_ends_its_thread(redis_info: ServerInfo) -> None:
+    """One made for each web request, or by an adapter that nobody closes: no thread and no connection is left."""
+    before = set(threading.enumerate())
+    stream = unique("forgotten")
+    with background_service(f"redis://{redis_info.address}/{stream}"):
+        for number in range(3):
+            client = Client.from_url(f"redis://{redis_info.address}/0?stream={stream}", timeout=30)
+            client.embed(f"text {number}")
+        names = [t.name for t in threading.enumerate() if t not in before]
+        assert "embedstream-client" in names
+        del client
+        until = time.monotonic() + 20
+        while "embedstream-client" in names and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.02)
+            names = [t.name for t in threading.enumerate() if t not in before]
+        assert "embedstream-client" not in names

@@ -50,10 +50,13 @@ class _Runner:
         self.pid = os.getpid()
         self.client = client
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self.loop.run_forever, name="embedstream-client", daemon=True
-        )
+        self._ending: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="embedstream-client", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         if threading.current_thread() is self._thread:
@@ -64,16 +67,31 @@ class _Runner:
     def close(self) -> None:
         with contextlib.suppress(TimeoutError, RuntimeError):
             self.submit(self.client.aclose()).result(_CLOSE_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():
-            self.loop.close()
+
+    def leave(self) -> None:
+        """Nobody has the client any more: close it without a wait, from whatever thread collects garbage."""
+        if self.pid == os.getpid():
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        async def end() -> None:
+            try:
+                await self.client.aclose()
+            finally:
+                self.loop.stop()
+
+        self._ending = self.loop.create_task(end())
 
 
 class Client:
     """Asks an embedstream service and waits for the answer. May be shared by all threads.
 
-    The arguments are those of `AsyncClient`. Use it as a context manager, or call `close`.
+    The arguments are those of `AsyncClient`. Use it as a context manager, or call `close`; one that is
+    forgotten closes itself when it is collected.
     Inside a coroutine use `AsyncClient`: a blocking call stops the event loop.
     """
 
@@ -226,6 +244,7 @@ class Client:
                 raise ClientClosed("the client is closed")
             if self._runner is None:
                 self._runner = _Runner(AsyncClient(self._endpoint, **self._settings))
+                weakref.finalize(self, self._runner.leave).atexit = False  # `_close_all` then
             runner = self._runner
         return runner.submit(work(runner.client))
 
