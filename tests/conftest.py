@@ -108,6 +108,15 @@ def packaged_model() -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _real_kafka(request: pytest.FixtureRequest) -> None:
+    """A test that is marked as one for Apache Kafka does not meet the packaged broker."""
+    if request.node.get_closest_marker("real_kafka") and "kafka_server" in request.fixturenames:
+        info: ServerInfo = request.getfixturevalue("kafka_server")
+        if not info.real_kafka:
+            pytest.skip("needs Apache Kafka: set EMBEDSTREAM_TEST_KAFKA or KAFKA_HOME")
+
+
 @pytest.fixture(scope="session")
 def kafka_server() -> Iterator[ServerInfo]:
     """The session's Kafka broker, by the ladder."""
