@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from gpu.attention.base import AttentionError, LayerKind, PackLayout, bias_slice
 from gpu.device import intra_op
+from gpu.device.linears import inferred
 
 # Query rows per call in a windowed layer: small enough that the band (rows + window) stays far below
 # the item's length, large enough that the kernel's own 32 to 256 row blocks are full.
@@ -133,16 +134,10 @@ class SdpaBackend:
         for start, end in intra_op.even(kind.n_kv_heads, n):
             part = dataclasses.replace(kind, n_heads=(end - start) * share, n_kv_heads=end - start)
             works.append(partial(
-                self._inferred, q[:, start * share : end * share], k[:, start:end], v[:, start:end],
-                dataclasses.replace(plan, kind=part),
+                inferred, self._run, q[:, start * share : end * share], k[:, start:end], v[:, start:end],
+                dataclasses.replace(plan, kind=part), None,
             ))  # fmt: skip
         return torch.cat(threads.map(works), dim=1)
-
-    @torch.inference_mode()  # which holds for a thread
-    def _inferred(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SdpaPlan
-    ) -> torch.Tensor:
-        return self._run(q, k, v, plan, None)
 
     def _run(
         self,

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.nn import functional
 from gpu.device import intra_op, mlas
 from gpu.device.kernels import DEFAULT, KernelChoice, KernelName
 
+T = TypeVar("T")
 _REORDER_ROWS = (
     512  # the row count that the packed layout is laid out for; the budget of a CPU pack
 )
@@ -87,7 +88,7 @@ class ReplacedLinear(nn.Module, ABC):
             if n == 1:
                 return self.activated(flat)
             parts = [flat[start:end] for start, end in intra_op.even(rows, n)]
-            return torch.cat(threads.map([partial(_inferred, self.activated, p) for p in parts]))
+            return torch.cat(threads.map([partial(inferred, self.activated, p) for p in parts]))
 
     def activated(self, flat: torch.Tensor) -> torch.Tensor:
         """In place: fresh memory for the activation's result would cost as much as the activation."""
@@ -100,9 +101,10 @@ class ReplacedLinear(nn.Module, ABC):
         return f"{self.in_features}, {self.out_features}, act={act}, kernel={self.kernel}"
 
 
-@torch.inference_mode()  # which holds for a thread
-def _inferred(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return work(x)
+@torch.inference_mode()
+def inferred(work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`, in another thread: inference mode holds for a thread."""
+    return work(*arguments)
 
 
 class TorchLinear(ReplacedLinear):

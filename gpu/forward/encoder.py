@@ -10,19 +10,17 @@ The formula: Devlin et al. 2018 (post-LayerNorm encoder, learned positions, exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from gpu.attention.interface import NAME, attention
 from gpu.device import intra_op
-from gpu.device.linears import ReplacedLinear
-
-T = TypeVar("T")
+from gpu.device.linears import ReplacedLinear, inferred
 
 PREFIXES = {
     "bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "camembert": "roberta.",
@@ -147,7 +145,7 @@ class _Layer(nn.Module):
             if n == 1:
                 return self.after(mixed, x, following)
             parts = threads.map([
-                partial(_inferred, self.after, mixed[:, start:end], x[:, start:end], following)
+                partial(inferred, self.after, mixed[:, start:end], x[:, start:end], following)
                 for start, end in intra_op.even(rows, n)
             ])  # fmt: skip
             out, then = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
@@ -159,11 +157,6 @@ class _Layer(nn.Module):
             isinstance(one, ReplacedLinear) and one.min_rows is not None
             for one in (self.qkv, self.out, self.lin1, self.lin2)
         )
-
-
-@torch.inference_mode()  # which holds for a thread
-def _inferred(work: Callable[..., T], *arguments: Any) -> T:
-    return work(*arguments)
 
 
 def _plain(
